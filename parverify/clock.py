@@ -1,0 +1,41 @@
+"""One deadline for a whole run, checked in every phase.
+
+The clock is monotonic and starts where the process was started as far as that is known, so that
+time spent on imports counts too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from parverify.errors import OutOfTimeError
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A deadline.
+
+    Args:
+        timeout: seconds from `started`; infinite where there is none.
+        started: `time.monotonic()` at the start of the run.
+    """
+
+    timeout: float = math.inf
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline; negative once it has passed."""
+        return self.timeout - self.elapsed
+
+    def check(self, phase: str) -> None:
+        """Raise `OutOfTimeError` naming `phase` once the deadline has passed."""
+        if self.left <= 0:
+            raise OutOfTimeError(f"out of time while {phase}")

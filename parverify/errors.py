@@ -1,0 +1,80 @@
+"""Every failure that a user can cause or must know of, one class a kind, each with an exit code.
+
+A message is one line: what was wrong, where, what is allowed; `hint` says what to try next.
+Nothing here ever turns into a verdict of `sat` or `unsat`.
+"""
+
+from __future__ import annotations
+
+
+class ParverifyError(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        message: what happened, where, and what is allowed, in one line.
+        hint: what the user can do about it, without the word `hint:`.
+    """
+
+    exit_code = 20
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}; hint: {self.hint}"
+
+
+class UsageError(ParverifyError):
+    """An option, a configuration key or a file name that is not allowed."""
+
+    exit_code = 2
+
+
+class ModelError(ParverifyError):
+    """The network can't be read, or what was read does not equal the original."""
+
+    exit_code = 21
+
+
+class UnsupportedOperatorError(ModelError):
+    """The network uses operators that have no bound rule; all are listed at once.
+
+    Args:
+        operators: pairs of (node name, operator).
+    """
+
+    exit_code = 22
+
+    def __init__(self, operators: list[tuple[str, str]]) -> None:
+        self.operators = list(operators)
+        listed = ", ".join(f"{op} (node {name})" for name, op in self.operators)
+        super().__init__(f"unsupported operators: {listed}", "see `parverify supports` for what can be verified")
+
+
+class SpecError(ParverifyError):
+    """The property can't be read or does not fit the network.
+
+    Args:
+        line, column: 1-based place in the file, where known.
+    """
+
+    exit_code = 23
+
+    def __init__(self, message: str, *, line: int | None = None, column: int | None = None, hint: str | None = None):
+        self.line, self.column = line, column
+        where = "" if line is None else f"line {line}, column {column}: "
+        super().__init__(where + message, hint)
+
+
+class ResourceError(ParverifyError):
+    """Nothing fits the memory budget."""
+
+    exit_code = 24
+
+
+class OutOfTimeError(ParverifyError):
+    """The clock ran out inside a phase; the run ends as `timeout`."""
+
+    exit_code = 12
