@@ -1,0 +1,56 @@
+"""ReLU, the hot path: closed-form lines, equal to those of auto_LiRPA's default (adaptive lower slope).
+
+Zhang et al., "Efficient Neural Network Robustness Certification with General Activation Functions" (CROWN), 2018.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parverify.ops.elementwise import Activation
+from parverify.ops.lines import FixedLine, Lines, SlopeLine
+
+MIN_WIDTH = 1e-8  # an unstable box is widened to this, so that the chord's slope and its gradient stay finite
+
+
+class Relu(Activation):
+    """max(x, 0)."""
+
+    def interval(self, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        lower, upper = l.clamp(min=0), u.clamp(min=0)
+        bad = l.isnan() | u.isnan()
+        return torch.where(bad, 0.0, lower), torch.where(bad, torch.inf, upper)
+
+    def relax(self, l: Tensor, u: Tensor) -> Lines:
+        unstable = (l < 0) & (u > 0)
+        active = (l >= 0) & (u >= l)
+        default = torch.where(unstable, (u > -l).to(l.dtype), active.to(l.dtype))
+        return Lines(SlopeLine(unstable, default), _chord(l, u, unstable, active))
+
+    def split_point(self, l: Tensor, u: Tensor) -> Tensor:
+        return torch.zeros_like(l)
+
+    def gap(self, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        unstable = (l < 0) & (u > 0)
+        slope, intercept = self.relax(l, u).upper.line()
+        if intercept is None:
+            intercept = torch.zeros_like(slope)
+        lower = torch.where(unstable, torch.minimum(u, -l), torch.zeros_like(l))
+        known = intercept.isfinite()
+        return intercept, torch.where(known, lower, torch.inf)
+
+
+def _chord(l: Tensor, u: Tensor, unstable: Tensor, active: Tensor) -> FixedLine:
+    """`u / (u - l) * (x - l)` where unstable, exact where stable, nothing known where the bounds are no numbers."""
+    one, zero = torch.ones_like(l), torch.zeros_like(l)
+    known = unstable & (u - l).isfinite()
+    low = torch.where(known, l, -one)
+    high = torch.where(known, u, one)
+    high = torch.maximum(high, low + MIN_WIDTH)
+    chord = high / (high - low)
+    slope = torch.where(known, chord, torch.where(active, one, zero))
+    # The rounded chord may pass below (u, u) by an ulp of u.
+    lifted = 2 * torch.finfo(l.dtype).eps * high - chord * low
+    stable = active | ((u <= 0) & (l <= u))
+    return FixedLine(slope, torch.where(known, lifted, torch.where(stable, zero, torch.inf)))
