@@ -1,0 +1,208 @@
+"""From a torch module to a BoundGraph: run it once on one instance and record the ATen operators.
+
+The module runs on concrete numbers under a dispatch mode. Tensors that do not depend on the network's input are simply
+computed, which folds all constants (shapes, masks, reshaped weights); every operator that touches the input is handed to
+an importer, which writes kernel nodes. So ONNX models and users' own modules share a vocabulary of some hundred ATen
+operators, and shape arithmetic never reaches the graph. What can't be imported is collected, and reported all at once.
+Control flow on values of the input is refused, because one run would not show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parverify.errors import ModelError, UnsupportedOperatorError
+from parverify.graph.builder import Builder, Value, Var
+from parverify.graph.importers import IMPORTERS
+from parverify.graph.ir import BoundGraph, Const, prune
+from parverify.graph.simplify import simplify
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows every tensor by identity; `values` maps id(tensor) to what it is in the graph."""
+
+    def __init__(self, builder: Builder) -> None:
+        super().__init__()
+        self.builder = builder
+        self.values: dict[int, Value] = {}
+        self.alive: list[Tensor] = []  # ids stay unique only while the tensors live
+        self.stale: set[int] = set()
+        self.unsupported: list[tuple[str, str]] = []
+
+    def track(self, tensor: Tensor, value: Value) -> None:
+        self.values[id(tensor)] = value
+        self.alive.append(tensor)
+
+    def lift(self, arg: Any) -> Any:
+        """Tensors in `arg` replaced by graph values."""
+        if isinstance(arg, Tensor):
+            if id(arg) in self.stale:
+                raise ModelError(
+                    f"{self.builder.source}: a tensor is used after another view of its memory was changed in place",
+                    "use the out-of-place form of the operator",
+                )
+            return self.values.get(id(arg), Const(arg))
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(self.lift(item) for item in arg)
+        return arg
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        lifted = self.lift(args)
+        extra = {key: self.lift(value) for key, value in kwargs.items()}
+        touched = list(_values(lifted)) + list(_values(list(extra.values())))
+        name = func.overloadpacket.__name__
+        if not any(isinstance(value, Var) for value in touched):
+            self._fold(func, out, lifted, extra, touched)
+            return out
+        importer = IMPORTERS.get(name)
+        if importer is None and name.endswith("_") and not name.endswith("__"):
+            importer = IMPORTERS.get(name[:-1])
+        if importer is None:
+            self._miss(func, out)
+            return out
+        with torch.no_grad():
+            result = importer(self.builder, func, lifted, extra)
+        if name.endswith("_") and isinstance(out, Tensor) and out is args[0]:
+            self._overwrite(out)
+        self._bind(func, out, result)
+        return out
+
+    def _fold(self, func: Any, out: Any, args: Any, kwargs: Any, touched: Sequence[Value]) -> None:
+        """Remember how a constant came from parameters."""
+        if not any(isinstance(value, Const) and value.trainable for value in touched):
+            return
+        for position, tensor in enumerate(out if isinstance(out, (list, tuple)) else [out]):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+
+                def run(*flat: Any, at: int = position, many: bool = isinstance(out, (list, tuple))) -> Tensor:
+                    result = func(*flat, **kwargs)
+                    return result[at] if many else result
+
+                self.track(tensor, Const(tensor.detach(), run, tuple(args)))
+
+    def _bind(self, func: Any, out: Any, result: Any) -> None:
+        outs = out if isinstance(out, (list, tuple)) else [out]
+        results = result if isinstance(result, (list, tuple)) else [result]
+        for tensor, value in zip(outs, results, strict=False):
+            if value is None or not isinstance(tensor, Tensor):
+                continue
+            shape = value.shape if isinstance(value, Var) else tuple(value.value.shape)
+            if tuple(tensor.shape) != shape:
+                raise ModelError(f"{self.builder.source}: importer of {func} gives {shape}, not {tuple(tensor.shape)}")
+            self.track(tensor, value)
+
+    def _overwrite(self, tensor: Tensor) -> None:
+        """After an in-place write, other tensors on the same memory no longer hold what the graph says."""
+        storage = tensor.untyped_storage().data_ptr()
+        for other in self.alive:
+            if other is not tensor and id(other) in self.values and other.untyped_storage().data_ptr() == storage:
+                self.stale.add(id(other))
+
+    def _miss(self, func: Any, out: Any) -> None:
+        """Note an operator without importer, and go on so that all are found in one run."""
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique"):
+            raise ModelError(f"{self.builder.source or 'the network'}: control flow or shapes depend on values of the "
+                             f"input (aten::{name}), which bounds can't follow")
+        entry = (self.builder.source or "?", f"aten::{name}")
+        if entry not in self.unsupported:
+            self.unsupported.append(entry)
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(tensor, Tensor):
+                self.track(tensor, self.builder.emit("unsupported", [], tensor.shape))
+
+
+def _values(arg: Any) -> Iterator[Value]:
+    if isinstance(arg, (Var, Const)):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for item in arg:
+            yield from _values(item)
+
+
+@contextlib.contextmanager
+def _named(module: nn.Module, builder: Builder) -> Iterator[None]:
+    """While active, `builder.source` is the path of the innermost module that runs."""
+    stack: list[str] = []
+    handles = []
+    for path, child in module.named_modules():
+        label = f"{path or type(module).__name__} {type(child).__name__}".strip()
+
+        def enter(_module: nn.Module, _args: Any, label: str = label) -> None:
+            stack.append(label)
+            builder.source = label
+
+        def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
+            stack.pop()
+            builder.source = stack[-1] if stack else ""
+
+        handles += [child.register_forward_pre_hook(enter), child.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def trace(module: nn.Module, input_shape: Sequence[int], *, dtype: torch.dtype | None = None,
+          example: Tensor | None = None) -> BoundGraph:
+    """Record `module` on one instance.
+
+    Args:
+        module: evaluated in eval mode; its mode is restored. It takes one tensor and returns one.
+        input_shape: of one instance, the batch axis of 1 included if the network has one.
+        dtype: of the input; default: that of the first floating parameter or buffer, else torch's default.
+        example: the point to run on, `input_shape`; default: 0.5 everywhere.
+
+    Returns:
+        The simplified graph.
+
+    Raises:
+        UnsupportedOperatorError: all operators that have no importer.
+        ModelError: control flow on values, several outputs, or an output that does not depend on the input.
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    dtype = dtype or (tensors[0].dtype if tensors else torch.get_default_dtype())
+    device = tensors[0].device if tensors else torch.device("cpu")
+    point = torch.full(tuple(input_shape), 0.5) if example is None else example
+    point = point.reshape(tuple(input_shape)).to(device, dtype)
+    builder = Builder(input_shape)
+    recorder = _Recorder(builder)
+    for parameter in module.parameters():
+        recorder.track(parameter, Const(parameter))
+    recorder.track(point, builder.input)
+    training = module.training
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    module.eval()
+    torch.backends.mha.set_fastpath_enabled(False)  # its fused kernel hides the operators
+    try:
+        with torch.no_grad(), _named(module, builder), recorder:
+            out = module(point)
+    finally:
+        module.train(training)
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+    if recorder.unsupported:
+        raise UnsupportedOperatorError(recorder.unsupported)
+    if isinstance(out, (list, tuple)) and len(out) == 1:
+        out = out[0]
+    if not isinstance(out, Tensor):
+        raise ModelError(f"the network must return one tensor, not {type(out).__name__}")
+    value = recorder.values.get(id(out))
+    if value is None or isinstance(value, Const):
+        # A constant output is still a network: zero times the input plus the constant.
+        value = builder.add(_constant_zero(builder, out.numel(), out.shape), value or Const(out.detach()))
+    return simplify(prune(builder.finish(value)))
+
+
+def _constant_zero(builder: Builder, numel: int, shape: Sequence[int]) -> Var:
+    flat = builder.reshape(builder.input, (1, builder.input.numel))
+    zero = builder.linear(flat, Const(torch.zeros(numel, builder.input.numel)), None)
+    return builder.reshape(zero, tuple(shape))

@@ -1,0 +1,197 @@
+"""Rows through nonlinear operators: every row takes the lower line where its coefficient is positive, the upper where not.
+
+A `Relaxed` holds the lines of one nonlinear node for all domains of a batch; `push` carries rows through it. Which line a
+coefficient takes depends on its sign only (Zhang et al., CROWN, 2018); a free parameter alpha per row and neuron chooses
+within a family of sound lines (Xu et al., alpha-CROWN, ICLR 2021). The product of two variables uses the four McCormick
+planes, mixed by alpha. Alphas are packed: only neurons that are free in some domain have one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parverify.graph.ir import Node
+from parverify.ops.kernel import Box
+from parverify.ops.lines import Family, FixedLine, Lines, SlopeLine
+
+Alpha = dict[str, Tensor]  # role ("lower", "upper") -> (N, free neurons), packed
+
+
+class Relaxed(Protocol):
+    """The relaxation of one nonlinear node on D domains."""
+
+    @property
+    def free(self) -> dict[str, Tensor]:
+        """role -> flat indices (F,) of the neurons whose alpha matters in some domain; roles without any are absent."""
+
+    def start(self, owner: Tensor | None, rows: int) -> Alpha:
+        """The default alphas of `rows` rows, (N, F) each."""
+
+    def push(self, A: Tensor, owner: Tensor | None, alpha: Alpha | None) -> tuple[list[Tensor], Tensor]:
+        """Rows (N, *shape) on the node's value -> rows on each input, and the constants (N,) they pick up.
+
+        Args:
+            A: the rows.
+            owner: (N,) domain of each row; None if there is one domain, or one row per domain in order.
+            alpha: packed parameters, or None for the default lines.
+        """
+
+
+def _rows(table: Tensor, owner: Tensor | None) -> Tensor:
+    """Per-domain values for rows: gathered by owner, or broadcast as they are."""
+    return table if owner is None else table.index_select(0, owner)
+
+
+class _ReluStep(torch.autograd.Function):
+    """A ReLU step that keeps for the backward pass only A and the packed alphas, not slopes of every row."""
+
+    @staticmethod
+    def forward(ctx, A, alpha, index, free, lower, upper, intercept):  # type: ignore[no-untyped-def]
+        slope = _relu_slope(A, alpha, index, free, lower)
+        positive = A >= 0
+        out = A * torch.where(positive, slope, upper)
+        constant = (A.clamp(max=0) * intercept).sum(1)
+        ctx.save_for_backward(A, alpha, index, free, lower, upper, intercept)
+        return out, constant
+
+    @staticmethod
+    def backward(ctx, g_out, g_constant):  # type: ignore[no-untyped-def]
+        A, alpha, index, free, lower, upper, intercept = ctx.saved_tensors
+        slope = _relu_slope(A, alpha, index, free, lower)
+        g_A = g_out * torch.where(A >= 0, slope, upper)
+        g_A = g_A + g_constant[:, None] * torch.where(A < 0, intercept, torch.zeros_like(intercept))
+        g_alpha = None
+        if alpha is not None:
+            g_alpha = (g_out.index_select(1, index) * A.index_select(1, index).clamp(min=0)) * free
+        return g_A, g_alpha, None, None, None, None, None
+
+
+def _relu_slope(A: Tensor, alpha: Tensor, index: Tensor, free: Tensor, lower: Tensor) -> Tensor:
+    """Lower slopes of all rows: the fixed ones, with alpha where free."""
+    packed = torch.where(free, alpha, lower.index_select(1, index))
+    if len(index) == A.shape[1]:
+        return packed  # every neuron is free somewhere: packing is the identity
+    return lower.expand(A.shape).index_copy(1, index, packed)
+
+
+@dataclass(frozen=True)
+class RelaxedActivation:
+    """An elementwise activation: one lower and one upper line per neuron.
+
+    Args:
+        lines: of (D, n) neurons, flat.
+        shape: of the node's value.
+        free: see `Relaxed.free`.
+    """
+
+    lines: Lines
+    shape: tuple[int, ...]
+    free: dict[str, Tensor]
+
+    def start(self, owner: Tensor | None, rows: int) -> Alpha:
+        alpha = {}
+        for role, index in self.free.items():
+            default = self._family(role).default().index_select(1, index)
+            alpha[role] = _rows(default, owner).expand(rows, -1).clone()
+        return alpha
+
+    def _family(self, role: str) -> Family:
+        return self.lines.lower if role == "lower" else self.lines.upper
+
+    def push(self, A: Tensor, owner: Tensor | None, alpha: Alpha | None) -> tuple[list[Tensor], Tensor]:
+        flat = A.reshape(A.shape[0], -1)
+        lower, upper = self.lines.lower, self.lines.upper
+        lean = isinstance(lower, SlopeLine) and isinstance(upper, FixedLine) and not lower.slope.requires_grad
+        if lean and alpha:
+            out, constant = self._push_relu(flat, owner, alpha)
+        else:
+            out, constant = self._push_lines(flat, owner, alpha or {})
+        return [out.reshape(A.shape)], constant
+
+    def _push_relu(self, A: Tensor, owner: Tensor | None, alpha: Alpha) -> tuple[Tensor, Tensor]:
+        lower, upper, index = self.lines.lower, self.lines.upper, self.free["lower"]
+        return _ReluStep.apply(  # type: ignore[no-any-return]
+            A, alpha["lower"], index, _rows(lower.free.index_select(1, index), owner),  # type: ignore[union-attr]
+            _rows(lower.slope, owner), _rows(upper.slope, owner), _rows(upper.intercept, owner))  # type: ignore
+
+    def _push_lines(self, A: Tensor, owner: Tensor | None, alpha: Alpha) -> tuple[Tensor, Tensor]:
+        positive, negative = A.clamp(min=0), A.clamp(max=0)
+        out, constant = None, A.new_zeros(A.shape[0])
+        for role, part in (("lower", positive), ("upper", negative)):
+            family = self._family(role)
+            if owner is not None:
+                family = family.select(owner)
+            full = None
+            if role in alpha:
+                full = family.default().expand(A.shape).index_copy(1, self.free[role], alpha[role])
+            slope, intercept = family.line(full)
+            term = part * slope
+            out = term if out is None else out + term
+            if intercept is not None:
+                # 0 * inf is "no coefficient on an unknown line", not NaN
+                constant = constant + torch.where(part == 0, 0.0, part * intercept).sum(1)
+        return out, constant  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class RelaxedProduct:
+    """The elementwise product of two variables between McCormick planes.
+
+    Args:
+        box: lower and upper bounds of both factors, (D, n) each, flat.
+        shape: of the node's value.
+        free: see `Relaxed.free`.
+    """
+
+    box: tuple[Box, Box]
+    shape: tuple[int, ...]
+    free: dict[str, Tensor]
+
+    def start(self, owner: Tensor | None, rows: int) -> Alpha:
+        like = self.box[0][0]
+        return {role: like.new_full((rows, len(index)), 0.5) for role, index in self.free.items()}
+
+    def push(self, A: Tensor, owner: Tensor | None, alpha: Alpha | None) -> tuple[list[Tensor], Tensor]:
+        flat = A.reshape(A.shape[0], -1)
+        (lx, ux), (ly, uy) = ((_rows(low, owner), _rows(high, owner)) for low, high in self.box)
+        mixes = []
+        for role in ("lower", "upper"):
+            mix = flat.new_full((1, 1), 0.5)
+            if alpha and role in alpha:
+                mix = flat.new_full(flat.shape, 0.5).index_copy(1, self.free[role], alpha[role])
+            mixes.append(mix)
+        low, high = mixes
+        positive, negative = flat.clamp(min=0), flat.clamp(max=0)
+        # lower: a (lx y + ly x - lx ly) + (1 - a) (ux y + uy x - ux uy)
+        # upper: a (lx y + uy x - lx uy) + (1 - a) (ux y + ly x - ux ly)
+        for_x = positive * torch.lerp(uy, ly, low) + negative * torch.lerp(ly, uy, high)
+        for_y = positive * torch.lerp(ux, lx, low) + negative * torch.lerp(ux, lx, high)
+        constant = -(positive * torch.lerp(ux * uy, lx * ly, low) + negative * torch.lerp(ux * ly, lx * uy, high))
+        return [for_x.reshape(A.shape), for_y.reshape(A.shape)], constant.sum(1)
+
+
+def relax(node: Node, boxes: list[Box]) -> Relaxed:
+    """The relaxation of a nonlinear node.
+
+    Args:
+        node: an `act` or `mul`.
+        boxes: bounds of its inputs, (D, *shape) each.
+    """
+    flat = [(low.reshape(low.shape[0], -1), high.reshape(high.shape[0], -1)) for low, high in boxes]
+    if node.op == "mul":
+        (lx, ux), (ly, uy) = flat
+        index = torch.nonzero(((ux > lx) & (uy > ly)).any(0)).flatten()
+        free = {"lower": index, "upper": index} if len(index) else {}
+        return RelaxedProduct((flat[0], flat[1]), node.shape, free)
+    lines = node.attrs["activation"].relax(*flat[0])
+    free = {}
+    for role, family in (("lower", lines.lower), ("upper", lines.upper)):
+        if family.free is not None:
+            index = torch.nonzero(family.free.any(0)).flatten()
+            if len(index):
+                free[role] = index
+    return RelaxedActivation(lines, node.shape, free)
