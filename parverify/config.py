@@ -37,10 +37,10 @@ def parse_memory(text: str | int) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", str(text))
     unit = None if match is None or isinstance(text, bool) else _UNITS.get(match[2].lower())
-    amount = int(float(match[1]) * unit) if match and unit else 0
-    if amount <= 0:
+    amount = float(match[1]) * unit if match and unit else 0.0
+    if not 1 <= amount < math.inf:
         raise UsageError(f"memory: {text!r} is not an amount of memory", "write for example 2GiB, 512MiB or 1.5G")
-    return amount
+    return int(amount)
 
 
 def _option(

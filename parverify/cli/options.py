@@ -1,0 +1,88 @@
+"""Options that several commands share: how the settings are given, and how much is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from parverify.config import DEVICES, DTYPES, METHODS, Settings, parse_memory, resolve
+from parverify.errors import UsageError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Memory(click.ParamType):
+    """An amount of memory such as 2GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes."""
+        try:
+            return parse_memory(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Seconds(click.ParamType):
+    """A positive, finite number of seconds."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        if not 0 < seconds < math.inf:
+            self.fail(f"{value!r} is not a positive, finite number of seconds", param, ctx)
+        return seconds
+
+
+def timeout_option(function: Function) -> Function:
+    """--timeout."""
+    text = "Seconds from the start of the process to the answer; no end without it."
+    return click.option("--timeout", type=Seconds(), help=text)(function)
+
+
+def settings_options(methods: tuple[str, ...] = METHODS) -> Callable[[Function], Function]:
+    """--method, --device, --dtype, --memory, --seed, --config and --set, as keyword arguments of those names."""
+    options = [
+        click.option("--method", type=click.Choice(methods), help="Strongest bounds used."),
+        click.option("--device", type=click.Choice(DEVICES), help="Where tensors live."),
+        click.option("--dtype", type=click.Choice(DTYPES), help="Floating-point type of the bounds."),
+        click.option("--memory", type=Memory(), help="Budget such as 2GiB; without it what the machine has."),
+        click.option("--seed", type=click.IntRange(min=0), help="Of every random choice."),
+        click.option("--config", type=click.Path(), metavar="FILE", help="Settings in TOML; see docs/config.md."),
+        click.option(
+            "--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting; may be repeated."
+        ),
+    ]
+
+    def decorate(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def talk_options(function: Function) -> Function:
+    """-v and -q."""
+    function = click.option("-q", "--quiet", is_flag=True, help="Say nothing on stderr but errors.")(function)
+    return click.option("-v", "--verbose", is_flag=True, help="Say what happens; show tracebacks.")(function)
+
+
+def take_settings(options: dict[str, Any]) -> Settings:
+    """Remove the options of `settings_options` from `options` and resolve them.
+
+    Raises:
+        UsageError: if the file, a key or a value is not allowed.
+    """
+    file, assignments = options.pop("config"), options.pop("assignments")
+    flags = {name: options.pop(name) for name in ("method", "device", "dtype", "memory", "seed")}
+    return resolve(file, assignments, flags)

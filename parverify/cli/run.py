@@ -1,0 +1,216 @@
+"""`parverify run MODEL SPEC`: one verdict, on stdout and in the results file, before the timeout.
+
+The run is over a little before the timeout: the engine is told to end `1 s` (at most a tenth of the timeout) early, so
+that it can say how far it came, and what has not ended `0.3 s` (at most a twentieth) before the timeout is ended from
+outside, so that the answer stands in the file when the clock strikes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
+from parverify.cli.outcome import Outcome
+from parverify.cli.supervise import Stop, Worker, stop_signals, wait
+from parverify.cli.work import Boundary, Request, work
+from parverify.clock import Clock
+from parverify.config import Settings
+from parverify.errors import ModelError, SpecError, UsageError
+from parverify.results import AtomicFile, ResultsFile, format_witness, to_json
+
+_SHOW_CURSOR = "\r\x1b[K\x1b[?25h"
+
+
+def engine_timeout(timeout: float) -> float:
+    """When the engine's clock ends, in seconds after the start."""
+    return timeout - min(1.0, 0.1 * timeout) if math.isfinite(timeout) else timeout
+
+
+def hard_timeout(timeout: float) -> float:
+    """When the run is ended from outside, in seconds after the start."""
+    return timeout - min(0.3, 0.05 * timeout) if math.isfinite(timeout) else timeout
+
+
+@dataclass(frozen=True)
+class Task:
+    """The arguments of one run.
+
+    Args:
+        model, spec: the files as given.
+        timeout: seconds after `started`; may be infinite.
+        started: `time.monotonic()` at the start of the process.
+        in_process: don't fork.
+        verbose, quiet: how much to say.
+    """
+
+    model: str
+    spec: str
+    timeout: float
+    started: float
+    in_process: bool = False
+    verbose: bool = False
+    quiet: bool = False
+
+
+@click.command(short_help="Verify one property of one network.")
+@click.argument("model")
+@click.argument("spec")
+@timeout_option
+@click.option("--results-file", metavar="FILE", help="Where the verdict and the witness go, in the form of VNN-COMP.")
+@click.option("--json", "json_file", metavar="FILE", help="Where verdict, reason, seconds, witness and figures go.")
+@settings_options()
+@click.option("--exit-zero", is_flag=True, help="Exit with 0 whatever the verdict, as VNN-COMP wants.")
+@click.option("--in-process", is_flag=True, help="Do not fork; for debuggers. Only the engine keeps the time then.")
+@talk_options
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
+    """Verify that no input of SPEC (VNN-LIB) leads MODEL (ONNX) into the unsafe region.
+
+    \b
+    stdout is one word, for `sat` followed by the witness:
+      sat      an unsafe input was found, and onnxruntime confirms it
+      unsat    there is none
+      unknown  neither was shown
+      timeout  the clock ran out
+      error    the run failed; stderr says why
+
+    Exit codes: 0 sat or unsat, 2 usage, 11 unknown, 12 timeout, 20 error, 21 network, 22 unsupported operator,
+    23 property, 24 memory.
+    """
+    task = Task(
+        model=options.pop("model"),
+        spec=options.pop("spec"),
+        timeout=options.pop("timeout") or math.inf,
+        started=ctx.obj.started if ctx.obj is not None else time.monotonic(),
+        in_process=options.pop("in_process") or not hasattr(os, "fork"),
+        verbose=options.pop("verbose"),
+        quiet=options.pop("quiet"),
+    )
+    zero = options.pop("exit_zero")
+    code = run(task, options)
+    ctx.exit(0 if zero else code)
+
+
+def run(task: Task, options: dict[str, Any]) -> int:
+    """Seed the files, verify, write the answer.
+
+    Args:
+        task: what to do.
+        options: `results_file`, `json_file`, and those of `settings_options`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: if a file can't be written, before any work.
+    """
+    report = Report(task, options.pop("json_file"))
+    results = ResultsFile(options.pop("results_file"))
+    with contextlib.ExitStack() as afterwards:  # the worker is put away once the answer stands in the file
+        stop = None if task.in_process else afterwards.enter_context(stop_signals())
+        settings = None
+        with Boundary(verbose=task.verbose) as boundary:
+            settings = take_settings(options)
+            check_files(task.model, task.spec)
+        outcome = boundary.outcome or _decide(_request(task, settings), task, stop, afterwards)
+        return _answer(outcome, results, report, settings, task)
+
+
+def check_files(model: str, spec: str) -> None:
+    """Raise at once, before torch is loaded, if a file is not there; a file may exist as `.gz` only."""
+    several_networks = "=" in model and not Path(model).exists()  # f=first.onnx;g=second.onnx
+    if not several_networks and not _exists(model):
+        raise ModelError(f"no such file: {model}")
+    if not _exists(spec):
+        raise SpecError(f"no such file: {spec}")
+
+
+def _exists(path: str) -> bool:
+    return Path(path).is_file() or Path(path + ".gz").is_file()
+
+
+def _request(task: Task, settings: Settings | None) -> Request:
+    clock = Clock(engine_timeout(task.timeout), task.started)
+    return Request(task.model, task.spec, settings or Settings(), clock, verbose=task.verbose, quiet=task.quiet)
+
+
+def _decide(request: Request, task: Task, stop: Stop | None, afterwards: contextlib.ExitStack) -> Outcome:
+    """Verify here, or in a worker that is watched."""
+    if stop is None:
+        return work(request)
+    worker = Worker(request)
+    afterwards.callback(worker.end)
+    outcome = wait(worker, stop, deadline=task.started + hard_timeout(task.timeout))
+    if not task.quiet and sys.stderr.isatty():
+        click.echo(_SHOW_CURSOR, nl=False, err=True)  # a worker that was cut off leaves its live line
+    return outcome
+
+
+def _answer(outcome: Outcome, results: ResultsFile, report: Report, settings: Settings | None, task: Task) -> int:
+    """Write the outcome to the results file, to stdout, to the JSON file, in this order; the exit code."""
+    witness = ""
+    with Boundary(verbose=task.verbose) as formatting:
+        witness = format_witness(outcome.x, outcome.y) if outcome.verdict == "sat" else ""
+    outcome = formatting.outcome or outcome
+    with Boundary(verbose=task.verbose) as writing:
+        results.finish(outcome.verdict, witness)
+    with contextlib.suppress(OSError):  # a reader that has gone away does not change the verdict
+        click.echo(f"{outcome.verdict}\n{witness}" if witness else outcome.verdict)
+    with Boundary(verbose=task.verbose) as reporting:
+        report.write(outcome, settings)
+    failures = [boundary.outcome for boundary in (writing, reporting) if boundary.outcome is not None]
+    _talk([outcome, *failures], quiet=task.quiet)
+    return failures[0].exit_code if failures else outcome.exit_code
+
+
+def _talk(outcomes: list[Outcome], *, quiet: bool) -> None:
+    for outcome in outcomes:
+        if outcome.reason and (outcome.verdict == "error" or not quiet):
+            with contextlib.suppress(OSError):
+                click.echo(f"{outcome.verdict}: {outcome.reason}", err=True)
+
+
+class Report:
+    """The JSON file of a run; says `unknown` until the run has ended.
+
+    Args:
+        task: what the run does.
+        path: the file, or None for no report.
+
+    Raises:
+        UsageError: if nothing can be written there.
+    """
+
+    def __init__(self, task: Task, path: str | None) -> None:
+        if path == "-":
+            raise UsageError("--json: stdout holds the verdict and nothing else", "name a file")
+        self._task = task
+        self._file = None if path is None else AtomicFile(path, option="--json")
+        self.write(Outcome.unknown("the run has not ended"), None)
+
+    def write(self, outcome: Outcome, settings: Settings | None) -> None:
+        """Replace the content by the outcome."""
+        if self._file is None:
+            return
+        content = {
+            "verdict": outcome.verdict,
+            "reason": outcome.reason,
+            "seconds": round(time.monotonic() - self._task.started, 3),
+            "witness": {"x": outcome.x, "y": outcome.y} if outcome.verdict == "sat" else None,
+            "stats": outcome.stats,
+            "settings": None if settings is None else asdict(settings),
+            "model": self._task.model,
+            "spec": self._task.spec,
+            "timeout": self._task.timeout if math.isfinite(self._task.timeout) else None,
+            "exit_code": outcome.exit_code,
+        }
+        self._file.write(to_json(content))
