@@ -10,6 +10,7 @@ import contextlib
 import csv
 import ctypes
 import io
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ import click
 
 from parverify.cli.instances import Instance, Record, locate, read_instances, spread
 from parverify.cli.options import Seconds
+from parverify.cli.outcome import INTERRUPTED
 from parverify.errors import ParverifyError, UsageError
 from parverify.results import AtomicFile, read_verdict
 
@@ -120,7 +122,7 @@ class Bench:
                     time.sleep(_POLL)
             finally:
                 _terminate(running)
-        return not self._stopped
+        return all(self.record(item) is not None for item in instances)
 
     def record(self, instance: Instance) -> Record | None:
         """The instance's record, if it was run in the same way."""
@@ -159,9 +161,10 @@ class Bench:
         if overdue:
             running.process.kill()
             code = running.process.wait()
-        if self._stopped and code != 0:
-            return True  # it was interrupted with us, and its `unknown` is none
         instance = running.instance
+        killed = code is not None and code < 0 and not overdue
+        if killed or (code and was_interrupted(self._path("json", instance, ".json"))):
+            return True  # without a record: its `unknown` is no answer
         verdict = "timeout" if overdue else read_verdict(self._path("results", instance, ".txt"))
         seconds = round(time.monotonic() - running.started, 3)
         record = Record(
@@ -229,6 +232,15 @@ class Bench:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def was_interrupted(report: Path) -> bool:
+    """Whether the JSON file of a run says that a signal ended it."""
+    try:
+        reason = json.loads(report.read_text(encoding="utf-8"))["reason"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return str(reason).startswith(INTERRUPTED)
 
 
 def _terminate(running: Sequence[Running]) -> None:

@@ -37,10 +37,9 @@ class Instance:
     @property
     def name(self) -> str:
         """A file name of its own, readable."""
-        stems = [
-            re.sub(r"[^A-Za-z0-9._=+-]+", "_", Path(text).name.split(".gz")[0]) for text in (self.onnx, self.vnnlib)
-        ]
-        return f"{self.number:04d}-{stems[0][:60]}-{stems[1][:60]}"
+        stems = [Path(text).name.removesuffix(".gz") for text in (self.onnx, self.vnnlib)]
+        network, query = (re.sub(r"[^A-Za-z0-9._=+-]+", "_", stem)[:60] for stem in stems)
+        return f"{self.number:04d}-{network}-{query}"
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,12 @@ def read_instances(folder: Path) -> list[Instance]:
     """
     path = next((folder / name for name in ("instances.csv", "instances.csv.gz") if (folder / name).is_file()), None)
     if path is None:
-        raise UsageError(
-            f"no instances.csv in {folder}", "name a folder of VNN-COMP, with onnx/, vnnlib/, instances.csv"
-        )
-    data = path.read_bytes()
-    text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
+        raise UsageError(f"no instances.csv in {folder}", "name a benchmark folder of VNN-COMP")
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
+    except (OSError, EOFError, ValueError) as error:
+        raise UsageError(f"can't read {path}: {error}") from error
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
     numbered = [(line, row) for line, row in enumerate(rows, start=1) if any(row)]
     if numbered and not _seconds(numbered[0][1]):

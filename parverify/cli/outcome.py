@@ -14,6 +14,7 @@ from typing import Any
 from parverify.errors import OutOfTimeError, ParverifyError, ResourceError
 from parverify.results import jsonable
 
+INTERRUPTED = "interrupted"
 EXIT_DECIDED = 0
 EXIT_UNKNOWN = 11
 EXIT_TIMEOUT = OutOfTimeError.exit_code
@@ -63,7 +64,7 @@ class Outcome:
         if isinstance(error, ParverifyError):
             return Outcome.error(str(error), exit_code=error.exit_code)
         if isinstance(error, KeyboardInterrupt):
-            return Outcome.unknown("interrupted")
+            return Outcome.unknown(INTERRUPTED)
         if _is_out_of_memory(error):
             hint = "give --memory less than the machine has, or use a machine with more"
             return Outcome.error(f"out of memory: {error or type(error).__name__}; hint: {hint}", exit_code=EXIT_MEMORY)

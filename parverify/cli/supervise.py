@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from parverify.cli.outcome import EXIT_MEMORY, Outcome
+from parverify.cli.outcome import EXIT_MEMORY, INTERRUPTED, Outcome
 from parverify.cli.work import Request, work
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -115,7 +115,7 @@ class Worker:
             return Outcome.error(f"the working process ended without an answer, exit status {code}")
         name = signal.Signals(-code).name
         if -code in STOP_SIGNALS:
-            return Outcome.unknown(f"interrupted by {name}")
+            return Outcome.unknown(f"{INTERRUPTED} by {name}")
         if -code == signal.SIGKILL:
             hint = "most likely the machine is out of memory; give --memory"
             return Outcome.error(f"the working process was killed; hint: {hint}", exit_code=EXIT_MEMORY)
@@ -139,7 +139,7 @@ def wait(worker: Worker, stop: Stop, *, deadline: float) -> Outcome:
         if time.monotonic() >= deadline:
             return Outcome.timeout("the deadline passed before the engine ended")
         if stop.name:
-            return Outcome.unknown(f"interrupted by {stop.name}")
+            return Outcome.unknown(f"{INTERRUPTED} by {stop.name}")
 
 
 def _become_worker(request: Request, writer: int, parent: int) -> None:
