@@ -91,7 +91,7 @@ def _sigmoid(v: Array) -> Array:
     return 1 / (1 + np.exp(-v))
 
 
-def _apply(node: onnx.NodeProto, inputs: list[Interval]) -> Interval:
+def apply(node: onnx.NodeProto, inputs: list[Interval]) -> Interval:
     """One operator; the axes of its attributes count the batch of one, in whose place the boxes stand."""
     attributes: dict[str, Any] = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     x, weights = inputs[0], [i.lower for i in inputs[1:]]
@@ -142,7 +142,7 @@ def bound_margins(model: onnx.ModelProto, lower: Array, upper: Array, rows: Arra
     values[model.graph.input[0].name] = Interval(lower, upper)
     *body, last = model.graph.node
     for node in body:
-        values[node.output[0]] = _apply(node, [values[name] for name in node.input])
+        values[node.output[0]] = apply(node, [values[name] for name in node.input])
     weight, bias = (weights[name] for name in last.input[1:])
     return _gemm(values[last.input[0]], rows @ weight, rows @ bias).lower
 
