@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parverify.attack.surrogate import surrogate_steps
 from parverify.clock import Clock
 from parverify.errors import ResourceError
 
@@ -199,7 +200,9 @@ class Batches:
         """Margin and gradient of one batch; a gradient that does not exist is zero."""
         with torch.enable_grad():
             x = x.detach().requires_grad_(True)
-            loss, margin = objective(self._forward(x), x, place)
+            with surrogate_steps():
+                y = self._forward(x)
+            loss, margin = objective(y, x, place)
             found = None
             if loss.requires_grad:
                 (found,) = torch.autograd.grad(loss.sum(), x, allow_unused=True)
