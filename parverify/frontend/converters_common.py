@@ -1,0 +1,98 @@
+"""What every operator of the table is written with: one node's facts, and the row of the table.
+
+An operator is a function of a `Call` (attributes, operator set, constant inputs) and of its input tensors. It is plain
+torch: no in-place writes, nothing read back from tensors that depend on the network's input, and control flow on
+shapes only, so that one run records all that the network does. Differences between operator-set versions are settled
+inside the function, because rewriting a model to another version may change or refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from parverify.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node of the model, as its operator's function sees it.
+
+    Args:
+        name: the node's name, or that of its first output where the file gives none.
+        op: the operator.
+        opset: version of the operator set of its domain that the file imports.
+        attributes: attributes by name; text is str, tensors are torch tensors.
+        static: constant inputs by position, those that the table asks for as values.
+        n_outputs: how many outputs the node declares.
+    """
+
+    name: str
+    op: str
+    opset: int
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    static: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    n_outputs: int = 1
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The attribute `name`, or `default`."""
+        return self.attributes.get(name, default)
+
+    def ints(self, name: str, position: int | None = None) -> list[int] | None:
+        """Whole numbers from the constant input at `position`, else from the attribute `name`, else None."""
+        if position is not None and position in self.static:
+            return [int(value) for value in self.static[position].reshape(-1).tolist()]
+        value = self.attributes.get(name)
+        if value is None:
+            return None
+        return [int(value)] if isinstance(value, int) else [int(part) for part in value]
+
+    def number(self, name: str, position: int | None = None, default: Any = None) -> Any:
+        """One number from the constant input at `position`, else from the attribute `name`, else `default`."""
+        if position is not None and position in self.static:
+            return self.static[position].reshape(-1)[0].item()
+        return self.attributes.get(name, default)
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise `ModelError` that names this node."""
+        raise ModelError(f"node {self.name} ({self.op}): {what}")
+
+
+Result = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A row of the table.
+
+    Args:
+        function: called with a `Call` and one tensor (or None) an input; static inputs are None.
+        static: positions of inputs that must be constant, handed over in `Call.static`.
+        inline: positions of inputs that are handed over in `Call.static` where they are constant.
+        shape_only: the result depends on the shapes of the inputs alone, so it is a constant.
+    """
+
+    function: Callable[..., Result]
+    static: tuple[int, ...] = ()
+    inline: tuple[int, ...] = ()
+    shape_only: bool = False
+
+
+def axis_of(axis: int, rank: int) -> int:
+    """The axis counted from the front."""
+    return axis + rank if axis < 0 else axis
+
+
+def take(x: torch.Tensor, axis: int, index: Sequence[int]) -> torch.Tensor:
+    """The entries `index` of x along `axis`, in that order; x itself where that is all of it."""
+    if list(index) == list(range(x.shape[axis])):
+        return x
+    return x.index_select(axis, torch.tensor(list(index), dtype=torch.int64, device=x.device))
+
+
+def along(x: torch.Tensor, axis: int, part: slice) -> torch.Tensor:
+    """A slice of x along one axis counted from the front."""
+    return x[(slice(None),) * axis + (part,)]
