@@ -30,6 +30,7 @@ from parverify.cli.outcome import INTERRUPTED
 from parverify.errors import ParverifyError, UsageError
 from parverify.results import AtomicFile, read_verdict
 
+LAUNCHER = (sys.executable, "-m", "parverify")
 _GRACE = 5.0
 _POLL = 0.02
 _PR_SET_PDEATHSIG = 1
@@ -133,10 +134,10 @@ class Bench:
         return self._out / part / (instance.name + ending)
 
     def _start(self, instance: Instance) -> Running:
-        command = [sys.executable, "-m", "parverify", "run"]
-        command += [locate(self._folder, instance.onnx), locate(self._folder, instance.vnnlib)]
-        command += ["--timeout", repr(instance.timeout), "--results-file", str(self._path("results", instance, ".txt"))]
-        command += ["--json", str(self._path("json", instance, ".json")), *self._options]
+        command = [*LAUNCHER, "run", *self._options, "--timeout", repr(instance.timeout)]
+        command += ["--results-file", str(self._path("results", instance, ".txt"))]
+        command += ["--json", str(self._path("json", instance, ".json"))]
+        command += ["--", locate(self._folder, instance.onnx), locate(self._folder, instance.vnnlib)]
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         with contextlib.suppress(FileNotFoundError):  # an answer of an earlier run must not pass for this one's

@@ -1,0 +1,80 @@
+"""The command line over a fake engine: `python fake_engine.py run MODEL SPEC ...`, where SPEC's text says what happens.
+
+A script and not a fixture, because what is tested are whole processes. The text of SPEC is a word and its arguments:
+a verdict, or `sleep`, `native`, `locked` (seconds, then unsat), or a way to fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+
+def behave(word: str, arguments: list[str]) -> None:
+    """Spend time or fail, as the text says."""
+    if word == "sleep":
+        time.sleep(float(arguments[0]))
+    elif word == "native":  # outside the interpreter, its lock released
+        ctypes.CDLL(None).sleep(int(arguments[0]))
+    elif word == "locked":  # outside the interpreter, its lock held
+        ctypes.PyDLL(None).sleep(int(arguments[0]))
+    elif word == "signal":
+        os.kill(os.getpid(), signal.Signals[arguments[0]])
+    elif word == "exit":
+        sys.exit(int(arguments[0]))
+    elif word == "raise":
+        fail(arguments[0])
+
+
+def fail(name: str) -> None:
+    """Raise the exception of that name."""
+    from parverify import errors
+
+    if name == "RecursionError":
+        fail(name)
+    if name == "UnsupportedOperatorError":
+        raise errors.UnsupportedOperatorError([("node7", "Sin")])
+    if hasattr(errors, name):
+        raise getattr(errors, name)("it is so", hint="do that")
+    raise {"MemoryError": MemoryError, "ValueError": ValueError, "RuntimeError": RuntimeError}[name]("first\nsecond")
+
+
+def verify(model: str, spec: str, *, settings: Any, clock: Any, progress: Any = None) -> Any:
+    """Stands for `parverify.api.verify`."""
+    import numpy as np
+
+    from parverify.verdict import Result, Verdict, Witness
+
+    print("a library prints to stdout")
+    word, *arguments = Path(spec).read_text().split() or [""]
+    behave(word, arguments)
+    witness = Witness(np.array([0.1, -1 / 3]), np.array([1e-7, 2.0]))
+    if word == "nan":
+        return Result(Verdict.SAT, Witness(np.array([np.nan]), np.array([0.0])))
+    if word in ("sat", "liar"):
+        return Result(Verdict.SAT, witness if word == "sat" else None)
+    if word in ("unknown", "timeout", "error"):
+        return Result(Verdict(word), reason="it gave up")
+    if word == "string":
+        return "unsat"
+    return Result(Verdict.UNSAT, stats={"domains": np.int64(3), "worst": float("inf"), "left": clock.left})
+
+
+def install() -> None:
+    """Put the fake in the place of `parverify.api`."""
+    module = types.ModuleType("parverify.api")
+    module.verify = verify  # type: ignore[attr-defined]
+    sys.modules["parverify.api"] = module
+
+
+if __name__ == "__main__":
+    install()
+    from parverify.cli import main
+
+    main()

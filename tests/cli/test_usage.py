@@ -1,0 +1,175 @@
+"""What is refused, and how: before any work, in one line, with the right code, and without importing torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from parverify import errors
+from parverify.cli import COMMANDS, EXIT_CODES, cli
+from parverify.cli.outcome import EXIT_DECIDED, EXIT_ERROR, EXIT_TIMEOUT, EXIT_UNKNOWN, Outcome
+from parverify.verdict import Verdict
+from tests.cli.conftest import ROOT, Files
+
+Make = Callable[[str], Files]
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nonsense"], "nonsense"),
+        (["run"], "Missing argument 'MODEL'"),
+        (["run", "a", "b", "--frobnicate"], "--frobnicate"),
+        (["run", "a", "b", "--timeout", "0"], "'0' is not a positive, finite number of seconds"),
+        (["run", "a", "b", "--timeout", "nan"], "not a positive, finite"),
+        (["run", "a", "b", "--timeout", "soon"], "'soon' is not a number of seconds"),
+        (["run", "a", "b", "--memory", "2 apples"], "'2 apples' is not an amount of memory"),
+        (["run", "a", "b", "--method", "magic"], "magic"),
+        (["run", "a", "b", "--dtype", "float16"], "float16"),
+        (["run", "a", "b", "--seed", "-1"], "-1"),
+        (["run", "a", "b", "--json", "-"], "stdout holds the verdict"),
+        (["bounds", "a", "b", "--method", "beta-crown"], "beta-crown"),
+        (["bench", "nowhere", "--out", "x"], "no instances.csv in nowhere"),
+        (["bench", "nowhere", "--out", "x", "--timeout", "1", "--timeout-scale", "2"], "exclude each other"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(arguments: list[str], text: str) -> None:
+    result = call(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and text in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        (["--set", "alpha.iteration=3"], "unknown key 'iteration' in --set alpha.iteration=3; allowed in [alpha]"),
+        (["--set", "alpha.iterations"], "has no '='"),
+        (["--set", "alpha.lr=fast"], "'fast' is not of type float"),
+        (["--config", "missing.toml"], "can't read the configuration missing.toml"),
+    ],
+)
+def test_bad_settings_are_an_error_in_the_results_file_too(files: Make, extra: list[str], text: str) -> None:
+    made = files("unsat")
+    result = call(*made.arguments(*extra))
+    assert (result.exit_code, result.stdout) == (2, "error\n")
+    assert text in result.stderr and made.results.read_text() == "error\n"
+
+
+def test_missing_files(files: Make) -> None:
+    made = files("unsat")
+    made.spec.unlink()
+    result = call(*made.arguments())
+    assert (result.exit_code, made.results.read_text()) == (23, "error\n") and "no such file" in result.stderr
+    made.model.unlink()
+    assert call(*made.arguments()).exit_code == 21
+
+
+def test_places_where_no_results_file_can_be(files: Make) -> None:
+    made = files("unsat")
+    for place in ("/dev/null", str(made.folder), str(made.model / "below" / "results.txt")):
+        result = call("run", str(made.model), str(made.spec), "--results-file", place)
+        assert (result.exit_code, result.stdout) == (2, "") and "--results-file" in result.stderr
+    assert made.model.read_text() == "no network"
+    assert Path("/dev/null").is_char_device()
+
+
+def test_help_lists_the_exit_codes_and_every_command() -> None:
+    text = call("--help").stdout
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    for code in {kind.exit_code for kind in classes if issubclass(kind, errors.ParverifyError)} | {EXIT_UNKNOWN}:
+        assert f"{code:4d}  " in EXIT_CODES and f"{code:4d}  " in text
+    assert all(name in text for name in COMMANDS)
+    assert call().stdout == text
+    for name in COMMANDS:
+        assert call(name, "--help").exit_code == 0
+
+
+def test_words_and_codes_agree_with_the_engine() -> None:
+    made = [Outcome("sat"), Outcome("unsat"), Outcome.unknown("r"), Outcome.timeout("r"), Outcome.error("r")]
+    assert {outcome.verdict: outcome.exit_code for outcome in made} == {v.value: v.exit_code for v in Verdict}
+    assert (EXIT_DECIDED, EXIT_UNKNOWN, EXIT_TIMEOUT, EXIT_ERROR) == (0, 11, 12, 20)
+
+
+def test_an_outcome_survives_the_pipe() -> None:
+    outcome = Outcome("sat", 0, "", [0.1, 1 / 3, 5e-324], [-0.0], {"seconds": 0.25})
+    assert Outcome.decode(outcome.encode()) == outcome
+
+
+def test_help_and_usage_errors_import_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom parverify.cli import cli\n"
+        "cli.main(['run', '--help'], standalone_mode=False)\ncli.main(['run', 'x', '--no'], standalone_mode=False)\n"
+        "print(sorted({'torch', 'numpy', 'rich', 'onnx'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """An empty `parverify.api`, to be filled by a test."""
+    module = types.ModuleType("parverify.api")
+    monkeypatch.setitem(sys.modules, "parverify.api", module)
+    return module
+
+
+def test_bounds(api: types.ModuleType, files: Make) -> None:
+    seen = {}
+
+    def bounds_report(model: str, spec: str, **options: object) -> dict[str, object]:
+        seen.update(options)
+        layer = {"name": "relu1", "op": "relu", "lower": [0.0, 0.0], "upper": [1.0, 3.0]}
+        return {"method": "crown", "outputs": {"lower": [-1.5], "upper": [float("inf")]}, "layers": [layer]}
+
+    api.bounds_report = bounds_report  # type: ignore[attr-defined]
+    made = files("")
+    result = call("bounds", str(made.model), str(made.spec), "--json", "-")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"method": "crown", "outputs": {"lower": [-1.5], "upper": ["inf"]}}
+    assert "Y_0" in result.stderr and "-1.5" in result.stderr and "relu1" not in result.stderr
+    assert seen["settings"].method == "crown"
+    arguments = ["--layers", "--method", "ibp", "--json", str(made.json)]
+    result = call("bounds", str(made.model), str(made.spec), *arguments)
+    assert result.stdout == "" and "relu1" in result.stderr and seen["settings"].method == "ibp"
+    assert json.loads(made.json.read_text())["layers"][0]["upper"] == [1.0, 3.0]
+
+
+def test_bounds_fails_with_the_code_of_the_error(api: types.ModuleType, files: Make) -> None:
+    def bounds_report(model: str, spec: str, **options: object) -> dict[str, object]:
+        raise errors.SpecError("odd", line=3, column=1)
+
+    api.bounds_report = bounds_report  # type: ignore[attr-defined]
+    made = files("")
+    result = call("bounds", str(made.model), str(made.spec))
+    assert (result.exit_code, result.stderr) == (23, "error: line 3, column 1: odd\n")
+
+
+def test_supports(api: types.ModuleType, tmp_path: Path) -> None:
+    import onnx
+    from onnx import TensorProto, helper
+
+    api.supported_operators = lambda: ["Relu", "Gemm"]  # type: ignore[attr-defined]
+    assert call("supports").stdout == "Gemm\nRelu\n"
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    nodes = [helper.make_node("Relu", ["x"], ["h"]), helper.make_node("Sin", ["h"], ["y"], name="wave")]
+    graph = helper.make_graph(nodes, "g", [value], [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])])
+    onnx.save(helper.make_model(graph), str(tmp_path / "net.onnx"))
+    result = call("supports", str(tmp_path / "net.onnx"))
+    assert (result.exit_code, result.stdout) == (22, "Relu\t1\tyes\nSin\t1\tno\n")
+    assert "Sin (node wave)" in result.stderr
+    api.supported_operators = lambda: ["Relu", "Sin"]  # type: ignore[attr-defined]
+    assert call("supports", str(tmp_path / "net.onnx")).exit_code == 0
+    (tmp_path / "bad.onnx").write_text("no network")
+    assert call("supports", str(tmp_path / "bad.onnx")).exit_code == 21
+    assert call("supports", str(tmp_path / "none.onnx")).exit_code == 21
