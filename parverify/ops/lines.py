@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from parverify.ops.facts import Side
+
 
 class Family(Protocol):
     """One line per neuron, with at most one free parameter; all tensors are (D, *shape)."""
@@ -45,23 +47,17 @@ class Lines:
 
 @dataclass(frozen=True)
 class FixedLine:
-    """A line without a parameter.
-
-    Args:
-        slope: (D, *shape).
-        intercept: (D, *shape), or None for zero everywhere.
-    """
+    """A line without a parameter; slope and intercept are (D, *shape)."""
 
     slope: Tensor
-    intercept: Tensor | None
+    intercept: Tensor
 
     @property
     def free(self) -> Tensor | None:
         return None
 
     def select(self, owner: Tensor) -> FixedLine:
-        intercept = None if self.intercept is None else self.intercept.index_select(0, owner)
-        return FixedLine(self.slope.index_select(0, owner), intercept)
+        return FixedLine(self.slope.index_select(0, owner), self.intercept.index_select(0, owner))
 
     def default(self) -> Tensor:
         return torch.zeros_like(self.slope)
@@ -90,3 +86,131 @@ class SlopeLine:
 
     def line(self, alpha: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return (self.slope if alpha is None else torch.where(self.free, alpha, self.slope)), None
+
+
+@dataclass(frozen=True)
+class PivotLine:
+    """A line through a fixed point whose slope is `alpha * steepest`: the lines of step functions.
+
+    Args:
+        x, y: (D, *shape), the fixed point.
+        steepest: (D, *shape), the slope at alpha = 1; zero where the line is constant.
+        start: (D, *shape), the default alpha.
+        slack: (D, *shape), subtracted from the intercept; covers rounding at any alpha.
+    """
+
+    x: Tensor
+    y: Tensor
+    steepest: Tensor
+    start: Tensor
+    slack: Tensor
+
+    @property
+    def free(self) -> Tensor | None:
+        return self.steepest != 0
+
+    def select(self, owner: Tensor) -> PivotLine:
+        picked = [part.index_select(0, owner) for part in (self.x, self.y, self.steepest, self.start, self.slack)]
+        return PivotLine(*picked)
+
+    def default(self) -> Tensor:
+        return self.start
+
+    def line(self, alpha: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        slope = self.steepest * (self.start if alpha is None else alpha)
+        return slope, self.y - slope * self.x - self.slack
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A point of the graph that a line must not pass above.
+
+    Args:
+        x: (D, *shape).
+        y: (D, *shape), a value no larger than the function's there; inf where the anchor does not matter.
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def select(self, owner: Tensor) -> Anchor:
+        return Anchor(self.x.index_select(0, owner), self.y.index_select(0, owner))
+
+
+@dataclass(frozen=True)
+class TangentLine:
+    """Lower lines of a function that is convex around their tangent points and concave elsewhere on the box.
+
+    With slope k taken at t, the tightest intercept is the least of `g(x) - k x` over t and the ends of the concave
+    pieces (the anchors), whatever t is; so a badly chosen t costs tightness, never soundness.
+
+    Args:
+        side: the function and its slope.
+        tangent: (D, *shape) bool, where tangents serve; elsewhere `fixed` does.
+        low, high: (D, *shape), the range of tangent points; alpha moves from one to the other.
+        start: (D, *shape), the default alpha.
+        fixed: the line where tangents don't serve.
+        size: (D, *shape), |l| + |u|, which rounding errors of the slope are multiplied with.
+        anchors: none where the function is convex altogether.
+    """
+
+    side: Side
+    tangent: Tensor
+    low: Tensor
+    high: Tensor
+    start: Tensor
+    fixed: FixedLine
+    size: Tensor
+    anchors: tuple[Anchor, ...]
+
+    @property
+    def free(self) -> Tensor | None:
+        return self.tangent & (self.low < self.high)
+
+    def select(self, owner: Tensor) -> TangentLine:
+        tangent, low, high, start, size = (
+            part.index_select(0, owner) for part in (self.tangent, self.low, self.high, self.start, self.size)
+        )
+        anchors = tuple(anchor.select(owner) for anchor in self.anchors)
+        return TangentLine(self.side, tangent, low, high, start, self.fixed.select(owner), size, anchors)
+
+    def default(self) -> Tensor:
+        return self.start
+
+    def line(self, alpha: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        point = self.low + (self.start if alpha is None else alpha) * (self.high - self.low)
+        slope, intercept = self.touch(torch.minimum(point, self.high))
+        fixed_slope, fixed_intercept = self.fixed.slope, self.fixed.intercept
+        return torch.where(self.tangent, slope, fixed_slope), torch.where(self.tangent, intercept, fixed_intercept)
+
+    def touch(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """The tightest line with the slope at `point`, rounding errors included."""
+        ulp = 6 * torch.finfo(point.dtype).eps
+        value, slope = self.side.f(point), self.side.slope(point)
+        intercept = value - slope * point - ulp * value.abs()
+        for anchor in self.anchors:
+            intercept = torch.minimum(intercept, anchor.y - slope * anchor.x)
+        tiny = 8 * torch.finfo(point.dtype).tiny
+        wobble = slope.abs() + self.side.facts.cancellation
+        return slope, intercept - ulp * wobble * self.size - tiny
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """Upper lines of f from the lower lines of -f."""
+
+    inner: Family
+
+    @property
+    def free(self) -> Tensor | None:
+        return self.inner.free
+
+    def select(self, owner: Tensor) -> Mirrored:
+        return Mirrored(self.inner.select(owner))
+
+    def default(self) -> Tensor:
+        return self.inner.default()
+
+    def line(self, alpha: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        slope, intercept = self.inner.line(alpha)
+        return -slope, None if intercept is None else -intercept

@@ -33,9 +33,7 @@ class Relu(Activation):
 
     def gap(self, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         unstable = (l < 0) & (u > 0)
-        slope, intercept = self.relax(l, u).upper.line()
-        if intercept is None:
-            intercept = torch.zeros_like(slope)
+        intercept = _chord(l, u, unstable, (l >= 0) & (u >= l)).intercept
         lower = torch.where(unstable, torch.minimum(u, -l), torch.zeros_like(l))
         known = intercept.isfinite()
         return intercept, torch.where(known, lower, torch.inf)
