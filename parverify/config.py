@@ -247,8 +247,9 @@ def _unknown(name: str, *, source: str) -> UsageError:
     else:
         key, place = name, "a configuration"
         allowed = [known_name for known_name in known if "." not in known_name] + [f"[{s}]" for s in sorted(SECTIONS)]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "see docs/config.md"
+    in_sections = [known_name for known_name in known if known_name.endswith(f".{key}")]
+    close = in_sections or difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {' or '.join(close)}?" if close else "see docs/config.md"
     return UsageError(f"unknown key {key!r} in {source}; allowed in {place}: {', '.join(allowed)}", hint)
 
 

@@ -29,10 +29,12 @@ find_parverify() {
   fi
 }
 
-# The start of a process in clock ticks after boot: with the number of the process it names it uniquely.
+# The start of a process in clock ticks after boot: with the number of the process it names it uniquely. Nothing for a
+# process that has ended and only waits to be collected.
 start_of() {
   local stat
   stat=$(cat "/proc/$1/stat" 2>/dev/null) || return 0
   set -- ${stat##*) }
+  [ "$1" != Z ] || return 0
   printf '%s\n' "${20}"
 }

@@ -113,8 +113,11 @@ def run(task: Task, options: dict[str, Any]) -> int:
     Raises:
         UsageError: if a file can't be written, before any work.
     """
-    report = Report(task, options.pop("json_file"))
-    results = ResultsFile(options.pop("results_file"))
+    report_path, results_path = options.pop("json_file"), options.pop("results_file")
+    if report_path and results_path and os.path.realpath(report_path) == os.path.realpath(results_path):
+        raise UsageError(f"--json and --results-file are the same file: {results_path}")
+    report = Report(task, report_path)
+    results = ResultsFile(results_path)
     with contextlib.ExitStack() as afterwards:  # the worker is put away once the answer stands in the file
         stop = None if task.in_process else afterwards.enter_context(stop_signals())
         settings = None

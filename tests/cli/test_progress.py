@@ -36,7 +36,11 @@ def test_verbose_lines_about_the_state_are_rare() -> None:
     stream = io.StringIO()
     talk(LineProgress(stream, verbose=True))
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 4 and lines[0].endswith("bounding") and lines[2:] == ["a detail", "warning: a warning [with] brackets"]
+    assert (
+        len(lines) == 4
+        and lines[0].endswith("bounding")
+        and lines[2:] == ["a detail", "warning: a warning [with] brackets"]
+    )
     assert lines[1].endswith("5 open, 0 closed, worst bound -0.25, 12/s, 9 s left")
 
 

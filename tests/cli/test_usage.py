@@ -39,6 +39,7 @@ def call(*arguments: str) -> Result:
         (["run", "a", "b", "--dtype", "float16"], "float16"),
         (["run", "a", "b", "--seed", "-1"], "-1"),
         (["run", "a", "b", "--json", "-"], "stdout holds the verdict"),
+        (["run", "a", "b", "--json", "./c", "--results-file", "c"], "are the same file"),
         (["bounds", "a", "b", "--method", "beta-crown"], "beta-crown"),
         (["bench", "nowhere", "--out", "x"], "no instances.csv in nowhere"),
         (["bench", "nowhere", "--out", "x", "--timeout", "1", "--timeout-scale", "2"], "exclude each other"),
