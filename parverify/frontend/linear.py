@@ -63,10 +63,13 @@ class Linear:
 
     def multiply(self, factor: Number) -> None:
         """Multiply by a number."""
-        if factor:
-            self._scale = _times(self._scale, factor)
-        else:
+        if not factor:
             self._terms, self._constant, self._scale = {}, 0, 1
+        elif len(self._terms) > 1:
+            self._scale = _times(self._scale, factor)
+        else:  # the usual `(* 0.5 Y_0)` keeps scale 1, so that it is added without fractions
+            self._terms = {variable: _times(value, factor) for variable, value in self._terms.items()}
+            self._constant = _times(self._constant, factor)
 
     def add(self, other: Linear) -> None:
         """Add another term, which must not be used afterwards."""
@@ -80,7 +83,7 @@ class Linear:
             self._terms[variable] = _plus(self._terms.get(variable, 0), _times(coefficient, ratio))
 
     def _ratio(self, other: Linear) -> Number:
-        if other._scale == self._scale:
+        if other._scale is self._scale or other._scale == self._scale:
             return 1
         if other._scale == -self._scale:
             return -1

@@ -192,13 +192,12 @@ class Formula:
         above = np.array(self.shared[1::2], dtype=np.float64)
         if self.root.false or bool((below > above).any()):
             return Query(self.n_in, self.n_out, ())
-        parts = self._expand(clock, limit)
-        boxes = {frozenset(bounds.items()): bounds for bounds, _ in parts}
-        conjunctions = dict.fromkeys(rows for _, rows in parts)
+        pairs = {(frozenset(bounds.items()), rows): bounds for bounds, rows in self._expand(clock, limit)}
+        boxes = {name: bounds for (name, _), bounds in pairs.items()}
+        conjunctions = dict.fromkeys(rows for _, rows in pairs)
         self._check_size(boxes, conjunctions)
         box_arrays = self._box_arrays(boxes, below, above, clock)
         row_arrays = self._row_arrays(conjunctions, clock)
-        pairs = dict.fromkeys((frozenset(bounds.items()), rows) for bounds, rows in parts)
         return Query(self.n_in, self.n_out, tuple(_disjunct(box_arrays[box], row_arrays[rows]) for box, rows in pairs))
 
     def _expand(self, clock: Clock, limit: int) -> list[tuple[Bounds, Rows]]:

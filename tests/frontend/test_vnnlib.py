@@ -299,10 +299,10 @@ def test_ten_thousand_levels(connective: str) -> None:
         body = "(<= " + "(+ (* 2 Y_1) (- " * depth + "Y_0" + "))" * depth + " 1)"
     elif connective == "left":
         body = "(<= " + "(- " * depth + "Y_0" + " 1)" * depth + " 1)"
-    start = time.monotonic()
+    start = time.process_time()
     query = query_of(f"(assert {body})")
     assert len(query) == count
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     if connective == "left":
         assert query.disjuncts[0].d.tolist() == [depth + 1]
 
@@ -429,14 +429,15 @@ def test_inputs_must_be_bounded() -> None:
         parse_query(head + box(1) + "(assert (<= X_0 X_1))(assert (<= X_1 X_0))", n_in=2, n_out=1)
 
 
+@pytest.mark.slow
 def test_too_many_disjuncts_are_refused() -> None:
     body = "(assert (or (<= Y_0 0) (<= Y_1 1)))" * 3 + "".join(
         f"(assert (or (<= Y_0 {i}.5) (<= Y_1 {i}.5)))" for i in range(30)
     )
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(SpecError, match=r"more than 1000000 alternatives.*hint"):
         query_of(body)
-    assert time.monotonic() - start < 60
+    assert time.process_time() - start < 60
 
 
 def test_too_large_boxes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +540,7 @@ formulas = st.recursive(
 
 
 @given(st.lists(formulas, max_size=4), st.integers(0, 4), st.integers(0, 2**32 - 1))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_query_equals_the_formula(bodies: list[str], cut: int, seed: int) -> None:
     asserts = [f"(assert {body})" for body in bodies]
     text = declare(N_IN, N_OUT) + "\n".join(asserts[:cut]) + box(N_IN) + "\n".join(asserts[cut:])
@@ -672,9 +673,9 @@ def test_all_benchmark_files_are_read(shared: Path) -> None:
 def test_large_text_in_reasonable_time() -> None:
     n = 20_000
     text = declare(n, 1) + "".join(f"(assert (<= X_{i} {i}.5))\n(assert (>= X_{i} -{i}.25))\n" for i in range(n))
-    start = time.monotonic()
+    start = time.process_time()
     (part,) = parse_query(text, n_in=n, n_out=1).disjuncts
-    assert len(text) / 1e6 / (time.monotonic() - start) > 1.0  # MB/s; 15 measured on an idle core
+    assert len(text) / 1e6 / (time.process_time() - start) > 1.0  # MB/s; about 20 measured
     assert part.upper.tolist() == [i + 0.5 for i in range(n)]
 
 
