@@ -108,7 +108,7 @@ class OnnxModule(nn.Module):
 
     def has_jumps(self) -> bool:
         """Whether some operator's result may jump when an input moves by one rounding."""
-        return any(operator.call.op in WITH_JUMPS for operator in self.operators)
+        return any(isinstance(part, OnnxOperator) and part.call.op in WITH_JUMPS for part in self.operators)
 
 
 def build_module(graph: Graph) -> tuple[OnnxModule, torch.Tensor]:
@@ -129,7 +129,7 @@ def build_module(graph: Graph) -> tuple[OnnxModule, torch.Tensor]:
         for node in graph.nodes:
             operator = OPERATORS[node.op]
             names, call = _prepare(node, graph.opset, constants, makers)
-            arguments = [None if name is None else values.get(name, constants.get(name)) for name in names]
+            arguments = [None if name is None else _find(name, values, constants, node) for name in names]
             outputs = _evaluate(operator, call, arguments, node)
             if operator.shape_only or not any(name in values for name in names):
                 constants.update(outputs)
@@ -138,7 +138,7 @@ def build_module(graph: Graph) -> tuple[OnnxModule, torch.Tensor]:
                 reads.append((node, names))
                 operators.append(OnnxOperator(call, operator))
     if graph.output not in values and graph.output not in constants:
-        raise ModelError(f"output {graph.output} is computed by no node")
+        raise ModelError(f"output {graph.output} is an optional output that is not supported")
     used = dict.fromkeys([name for _, names in reads for name in names] + [graph.output])
     kept = {name: constants[name] for name in used if name in constants}
     steps = list(_steps(reads, set(values), graph.output))
@@ -169,6 +169,17 @@ def _prepare(
     return tuple(names), Call(node.name, node.op, opset, attributes, static, len(node.outputs))
 
 
+def _find(
+    name: str, values: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor], node: GraphNode
+) -> torch.Tensor:
+    if name in values:
+        return values[name]
+    if name not in constants:
+        # The checker has seen a node declare it, so it is an output beyond those that its operator's function gives.
+        raise ModelError(f"node {node.name} ({node.op}) reads {name}, an optional output that is not supported")
+    return constants[name]
+
+
 def _evaluate(
     operator: Operator, call: Call, arguments: list[torch.Tensor | None], node: GraphNode
 ) -> dict[str, torch.Tensor]:
@@ -178,7 +189,7 @@ def _evaluate(
         shapes = ", ".join(str(tuple(value.shape)) for value in arguments if value is not None)
         reason = " ".join(str(error).split())
         raise ModelError(f"node {call.name} ({call.op}) fails on inputs of shape {shapes}: {reason}") from error
-    # A declared output beyond those that the function gives (a mask, an index) is refused where it is read.
+    # An output beyond those that the function gives (a mask, an index) is refused where it is read.
     return dict(zip(node.outputs, result if isinstance(result, tuple) else (result,), strict=False))
 
 

@@ -88,8 +88,11 @@ def _rms_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor) -> torc
 def _lp_normalization(call: Call, x: torch.Tensor) -> torch.Tensor:
     axis = call.get("axis", -1)
     if call.get("p", 2) == 1:
-        return x / x.abs().sum(dim=axis, keepdim=True)
-    return x / torch.sqrt((x * x).sum(dim=axis, keepdim=True))
+        norm = x.abs().sum(dim=axis, keepdim=True)
+    else:
+        norm = torch.sqrt((x * x).sum(dim=axis, keepdim=True))
+    # A vector of zeros stays one.
+    return x / torch.clamp(norm, min=torch.finfo(torch.float32).tiny)
 
 
 def _local_response(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -112,12 +115,17 @@ def _softmax_like(function: Callable[..., torch.Tensor]) -> Operator:
     return Operator(apply)
 
 
-def _reduction(function: Callable[[torch.Tensor, list[int], bool], torch.Tensor]) -> Operator:
+def _reduction(
+    function: Callable[[torch.Tensor, list[int], bool], torch.Tensor],
+    alone: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Operator:
+    """A reduction; `alone` is what it does to an entry where no axis is reduced, nothing by default."""
+
     def apply(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
         axes = call.ints("axes", 1)
         if not axes:
             if call.get("noop_with_empty_axes", 0):
-                return x
+                return x if alone is None else alone(x)
             axes = list(range(x.dim()))
         return function(x, [axis_of(axis, x.dim()) for axis in axes], bool(call.get("keepdims", 1)))
 
@@ -168,10 +176,10 @@ LINEAR: dict[str, Operator] = {
     "ReduceMax": _reduction(lambda x, axes, keep: x.amax(dim=axes, keepdim=keep)),
     "ReduceMin": _reduction(lambda x, axes, keep: x.amin(dim=axes, keepdim=keep)),
     "ReduceProd": _reduction(_product),
-    "ReduceL1": _reduction(lambda x, axes, keep: x.abs().sum(dim=axes, keepdim=keep)),
-    "ReduceL2": _reduction(lambda x, axes, keep: torch.sqrt((x * x).sum(dim=axes, keepdim=keep))),
-    "ReduceSumSquare": _reduction(lambda x, axes, keep: (x * x).sum(dim=axes, keepdim=keep)),
-    "ReduceLogSum": _reduction(lambda x, axes, keep: torch.log(x.sum(dim=axes, keepdim=keep))),
+    "ReduceL1": _reduction(lambda x, axes, keep: x.abs().sum(dim=axes, keepdim=keep), torch.abs),
+    "ReduceL2": _reduction(lambda x, axes, keep: torch.sqrt((x * x).sum(dim=axes, keepdim=keep)), torch.abs),
+    "ReduceSumSquare": _reduction(lambda x, axes, keep: (x * x).sum(dim=axes, keepdim=keep), lambda x: x * x),
+    "ReduceLogSum": _reduction(lambda x, axes, keep: torch.log(x.sum(dim=axes, keepdim=keep)), torch.log),
     "ReduceLogSumExp": _reduction(lambda x, axes, keep: torch.logsumexp(x, dim=axes, keepdim=keep)),
     "ArgMax": _extreme_index(torch.argmax),
     "ArgMin": _extreme_index(torch.argmin),

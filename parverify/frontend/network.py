@@ -67,13 +67,7 @@ def _session(data: bytes) -> Any:
     options.log_severity_level = 4
     try:
         return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except (
-        state.Fail,
-        state.InvalidGraph,
-        state.NotImplemented,
-        state.InvalidProtobuf,
-        state.RuntimeException,
-    ) as error:
+    except _onnxruntime_errors() as error:
         raise ModelError(f"onnxruntime can't load the network: {' '.join(str(error).split())}") from error
 
 

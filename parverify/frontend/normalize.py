@@ -66,14 +66,11 @@ def read_graph(data: bytes, folder: Path, supported: Collection[str]) -> Graph:
         ModelError: the bytes are no valid model, or a kind of model that is not supported.
         UnsupportedOperatorError: operators outside `supported`, all at once.
     """
-    model = _parse(data)
-    if model.functions:
-        import onnx.inliner
-
-        model = onnx.inliner.inline_local_functions(model)
+    model, inlined = _inline(_parse(data))
     external = _load_external(model, folder)
+    completed = _complete(model)
     _refuse_unsupported(model, supported)
-    _check(data if not external and not model.functions else model)
+    _check(model if inlined or external or completed else data)
     replay_bytes = model.SerializeToString() if external else data
     constants = {proto.name: _tensor(proto, proto.name) for proto in model.graph.initializer}
     given, returned = _single_input(model, constants), _single_output(model)
@@ -110,6 +107,23 @@ def _parse(data: bytes) -> Any:
     if not model.HasField("graph"):
         raise ModelError("the file is not an ONNX model: it holds no graph")
     return model
+
+
+def _inline(model: Any) -> tuple[Any, bool]:
+    """The model with its own functions written out, and whether it had any."""
+    if not model.functions:
+        return model, False
+    import onnx.inliner
+
+    return onnx.inliner.inline_local_functions(model), True
+
+
+def _complete(model: Any) -> bool:
+    """Give outputs without a shape an empty one: the checker wants one, nothing here reads it. True if any had none."""
+    bare = [value.type.tensor_type for value in model.graph.output if not value.type.tensor_type.HasField("shape")]
+    for kind in bare:
+        kind.shape.SetInParent()
+    return bool(bare)
 
 
 def _check(model: Any) -> None:
