@@ -52,9 +52,8 @@ class _ReluStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, A, alpha, index, free, lower, upper, intercept):  # type: ignore[no-untyped-def]
         slope = _relu_slope(A, alpha, index, free, lower)
-        positive = A >= 0
-        out = A * torch.where(positive, slope, upper)
-        constant = (A.clamp(max=0) * intercept).sum(1)
+        out = torch.where(A >= 0, slope, upper).mul_(A)
+        constant = _dot(A.clamp(max=0), intercept)
         ctx.save_for_backward(A, alpha, index, free, lower, upper, intercept)
         return out, constant
 
@@ -62,11 +61,10 @@ class _ReluStep(torch.autograd.Function):
     def backward(ctx, g_out, g_constant):  # type: ignore[no-untyped-def]
         A, alpha, index, free, lower, upper, intercept = ctx.saved_tensors
         slope = _relu_slope(A, alpha, index, free, lower)
-        g_A = g_out * torch.where(A >= 0, slope, upper)
-        g_A = g_A + g_constant[:, None] * torch.where(A < 0, intercept, torch.zeros_like(intercept))
-        g_alpha = None
-        if alpha is not None:
-            g_alpha = (g_out.index_select(1, index) * A.index_select(1, index).clamp(min=0)) * free
+        positive = A >= 0
+        g_A = torch.where(positive, slope, upper).mul_(g_out)
+        g_A = g_A.addcmul_(g_constant[:, None], torch.where(positive, 0.0, intercept))
+        g_alpha = g_out.index_select(1, index).mul_(A.index_select(1, index).clamp(min=0)).mul_(free)
         return g_A, g_alpha, None, None, None, None, None
 
 
@@ -78,6 +76,11 @@ def _relu_slope(A: Tensor, alpha: Tensor, index: Tensor, free: Tensor, lower: Te
     return lower.expand(A.shape).index_copy(1, index, packed)
 
 
+def _dot(A: Tensor, table: Tensor) -> Tensor:
+    """(N,) products of rows with their domain's vector; table (1, n) or (N, n)."""
+    return A @ table[0] if table.shape[0] == 1 else (A * table).sum(1)
+
+
 @dataclass(frozen=True)
 class RelaxedActivation:
     """An elementwise activation: one lower and one upper line per neuron.
@@ -86,11 +89,13 @@ class RelaxedActivation:
         lines: of (D, n) neurons, flat.
         shape: of the node's value.
         free: see `Relaxed.free`.
+        lean: a ReLU with finite lines that no gradient flows into: the hot path.
     """
 
     lines: Lines
     shape: tuple[int, ...]
     free: dict[str, Tensor]
+    lean: bool = False
 
     def start(self, owner: Tensor | None, rows: int) -> Alpha:
         alpha = {}
@@ -104,19 +109,20 @@ class RelaxedActivation:
 
     def push(self, A: Tensor, owner: Tensor | None, alpha: Alpha | None) -> tuple[list[Tensor], Tensor]:
         flat = A.reshape(A.shape[0], -1)
-        lower, upper = self.lines.lower, self.lines.upper
-        lean = isinstance(lower, SlopeLine) and isinstance(upper, FixedLine) and not lower.slope.requires_grad
-        if lean and alpha:
-            out, constant = self._push_relu(flat, owner, alpha)
-        else:
-            out, constant = self._push_lines(flat, owner, alpha or {})
+        push = self._push_relu if self.lean else self._push_lines
+        out, constant = push(flat, owner, alpha or {})
         return [out.reshape(A.shape)], constant
 
     def _push_relu(self, A: Tensor, owner: Tensor | None, alpha: Alpha) -> tuple[Tensor, Tensor]:
-        lower, upper, index = self.lines.lower, self.lines.upper, self.free["lower"]
-        return _ReluStep.apply(  # type: ignore[no-any-return]
-            A, alpha["lower"], index, _rows(lower.free.index_select(1, index), owner),  # type: ignore[union-attr]
-            _rows(lower.slope, owner), _rows(upper.slope, owner), _rows(upper.intercept, owner))  # type: ignore
+        lower, upper = self.lines.lower, self.lines.upper
+        if not isinstance(lower, SlopeLine) or not isinstance(upper, FixedLine) or upper.intercept is None:
+            raise TypeError("the lean path is for ReLU only")
+        slope, chord, intercept = (_rows(table, owner) for table in (lower.slope, upper.slope, upper.intercept))
+        if "lower" not in alpha:
+            return torch.where(A >= 0, slope, chord) * A, _dot(A.clamp(max=0), intercept)
+        index = self.free["lower"]
+        free = _rows(lower.free.index_select(1, index), owner)
+        return _ReluStep.apply(A, alpha["lower"], index, free, slope, chord, intercept)  # type: ignore[no-any-return]
 
     def _push_lines(self, A: Tensor, owner: Tensor | None, alpha: Alpha) -> tuple[Tensor, Tensor]:
         positive, negative = A.clamp(min=0), A.clamp(max=0)
@@ -194,4 +200,11 @@ def relax(node: Node, boxes: list[Box]) -> Relaxed:
             index = torch.nonzero(family.free.any(0)).flatten()
             if len(index):
                 free[role] = index
-    return RelaxedActivation(lines, node.shape, free)
+    return RelaxedActivation(lines, node.shape, free, _is_lean(lines))
+
+
+def _is_lean(lines: Lines) -> bool:
+    lower, upper = lines.lower, lines.upper
+    if not isinstance(lower, SlopeLine) or not isinstance(upper, FixedLine) or upper.intercept is None:
+        return False
+    return not upper.slope.requires_grad and bool(upper.intercept.isfinite().all())

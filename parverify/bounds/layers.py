@@ -1,0 +1,151 @@
+"""Bounds of all pre-activations, layer by layer: IBP, CROWN and streamed alpha-CROWN.
+
+Nodes are visited in topological order. Intervals come first and are cheap; where a method bounds backward, only neurons
+whose relaxation could gain get rows (an unstable ReLU, any other nonlinearity on a box that is not a point), in tiles of
+fixed size. Lower and upper bounds intersect with the interval unless `intersect` is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from parverify.bounds.alpha import AlphaOptions, optimize
+from parverify.bounds.region import Region
+from parverify.clock import Clock
+from parverify.graph.ir import BoundGraph, Node
+from parverify.ops.kernel import KERNEL, Box
+from parverify.ops.relaxation import Relaxed, relax
+from parverify.program.executor import Executor
+from parverify.program.rows import both_signs, tiles
+
+
+@dataclass(frozen=True)
+class BoundOptions:
+    """How intermediate layers are bounded.
+
+    Args:
+        method: "ibp", "crown-ibp" (intermediate layers as ibp), "crown" or "alpha-crown".
+        alpha: used by "alpha-crown".
+        tile: rows pushed backward at once.
+        intersect: intersect backward bounds with interval bounds. Without it every neuron gets rows.
+    """
+
+    method: str = "crown"
+    alpha: AlphaOptions = AlphaOptions()
+    tile: int = 512
+    intersect: bool = True
+
+    @property
+    def backward(self) -> bool:
+        """Whether intermediate layers are bounded by rows at all."""
+        return self.method in ("crown", "alpha-crown")
+
+
+@dataclass(frozen=True)
+class LayerBounds:
+    """Bounds of every node whose bounds a relaxation needs, and the relaxations.
+
+    Args:
+        boxes: node name -> (lower, upper), (D, *shape) each.
+        relaxed: nonlinear node name -> relaxation.
+        intervals: boxes of all nodes, as intervals gave them (refined where rows were pushed).
+    """
+
+    boxes: dict[str, Box] = field(default_factory=dict)
+    relaxed: dict[str, Relaxed] = field(default_factory=dict)
+    intervals: dict[str, Box] = field(default_factory=dict)
+
+
+def meet(box: Box, other: Box) -> Box:
+    """The intersection of two boxes; an empty one (contradiction or rounding) keeps lower <= upper where possible."""
+    return torch.maximum(box[0], other[0]), torch.minimum(box[1], other[1])
+
+
+def interval_is_exact(graph: BoundGraph, name: str, region: Region) -> bool:
+    """Whether rows from `name` can't improve the interval: at most one operator on the way mixes scalars, none is
+    nonlinear, and the region is a box."""
+    nodes = graph.ancestors(name)
+    mixing = sum(node.op != "input" and KERNEL[node.op].mixing for node in nodes)
+    return region.exact_intervals and mixing <= 1 and not any(node.op in ("act", "mul") for node in nodes)
+
+
+def bound_layers(executor: Executor, region: Region, options: BoundOptions, *, known: Mapping[str, Box] | None = None,
+                 clock: Clock | None = None) -> LayerBounds:
+    """Bounds of all pre-activations on D domains.
+
+    Args:
+        executor: the network.
+        region: D input domains.
+        options: the method.
+        known: boxes that are already proved (D, *shape), intersected with what is found here: bounds of a parent
+            domain, or what splits say.
+        clock: checked before every tile.
+    """
+    graph = executor.graph
+    low, high = region.box()
+    shape = (region.domains, *graph.input.shape)
+    found = LayerBounds(intervals={graph.input.name: (low.reshape(shape), high.reshape(shape))})
+    wanted = set(graph.bounded)
+    for node in graph.nodes:
+        if node.op != "input":
+            found.intervals[node.name] = executor.interval(node, [found.intervals[name] for name in node.inputs])
+        if node.name in wanted:
+            box = found.intervals[node.name]
+            if known is not None and node.name in known:
+                box = meet(box, known[node.name])
+            if options.backward and not interval_is_exact(graph, node.name, region):
+                box = refine(executor, node, box, found, region, options, clock)
+            found.intervals[node.name] = found.boxes[node.name] = box
+        if node.op in ("act", "mul"):
+            found.relaxed[node.name] = relax(node, [found.boxes[name] for name in node.inputs])
+    return found
+
+
+def worth_rows(graph: BoundGraph, name: str, box: Box) -> Tensor:
+    """(D, *shape) bool: neurons whose tighter bounds could tighten some relaxation."""
+    lower, upper = box
+    mask = torch.zeros_like(lower, dtype=torch.bool)
+    for node in graph.nonlinear:
+        if name in node.inputs:
+            relu = node.op == "act" and node.attrs["activation"].name == "relu"
+            mask |= (lower < 0) & (upper > 0) if relu else lower < upper
+    return mask
+
+
+def refine(executor: Executor, node: Node, box: Box, found: LayerBounds, region: Region, options: BoundOptions,
+           clock: Clock | None) -> Box:
+    """`box` improved by backward rows: CROWN first, then alpha for the neurons that are still worth it."""
+    flat = (box[0].reshape(region.domains, -1), box[1].reshape(region.domains, -1))
+    for iterations in (0, options.alpha.iterations) if options.method == "alpha-crown" else (0,):
+        if options.intersect or iterations:
+            mask = worth_rows(executor.graph, node.name, flat)
+        else:
+            mask = torch.ones_like(flat[0], dtype=torch.bool)
+        owner, index = torch.nonzero(mask, as_tuple=True)
+        if len(index):
+            tighter = _bound_neurons(executor, node, (owner, index), found, region,
+                                     replace(options, alpha=replace(options.alpha, iterations=iterations)), clock)
+            if options.intersect or iterations:
+                tighter = meet(tighter, (flat[0][owner, index], flat[1][owner, index]))
+            flat = (flat[0].index_put((owner, index), tighter[0]), flat[1].index_put((owner, index), tighter[1]))
+    return flat[0].reshape(box[0].shape), flat[1].reshape(box[1].shape)
+
+
+def _bound_neurons(executor: Executor, node: Node, place: tuple[Tensor, Tensor], found: LayerBounds, region: Region,
+                   options: BoundOptions, clock: Clock | None) -> Box:
+    """Bounds (K,) of the neurons `place` = (domain, flat index), in tiles of rows."""
+    owner, index = place
+    lows, highs = [], []
+    for part in tiles(len(index), max(1, options.tile // 2)):
+        if clock is not None:
+            clock.check("bounding layers")
+        rows = both_signs(index[part], owner[part] if region.domains > 1 else None, executor.dtype)
+        best = optimize(executor, node.name, rows, found.relaxed, region, options=options.alpha, clock=clock)
+        low, high = best.chunk(2)
+        lows.append(low)
+        highs.append(-high)
+    return torch.cat(lows), torch.cat(highs)
