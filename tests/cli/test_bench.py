@@ -117,6 +117,7 @@ def wait_for(path: Path, text: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_is_resumed(tmp_path: Path, number: signal.Signals) -> None:
     folder, out = make_folder(tmp_path / "b", ["unsat", "sleep 60", "unsat"]), tmp_path / "out"
