@@ -27,7 +27,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType({**ELEMENTWISE, **LINEAR, *
 
 WITH_JUMPS = frozenset(
     {"Sign", "Floor", "Ceil", "Round", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
-    | {"ArgMax", "ArgMin", "Cast", "CastLike", "ThresholdedRelu", "Shrink", "Mod"}
+    | {"ArgMax", "ArgMin", "CastLike", "ThresholdedRelu", "Shrink", "Mod"}
 )
 """Operators whose result may jump when an input moves by one rounding."""
 
@@ -36,24 +36,24 @@ FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
 class OnnxOperator(nn.Module):
-    """One node of the network.
+    """One node of the network; `call` is what the node says."""
 
-    Args:
-        call: what the node says.
-        operator: its row of the table.
-    """
-
-    def __init__(self, call: Call, operator: Operator) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
         self.call = call
-        self.operator = operator
 
     def extra_repr(self) -> str:
         return f"{self.call.op}, name={self.call.name!r}"
 
     def forward(self, *inputs: torch.Tensor | None) -> Result:
         """Apply the operator; absent and static inputs are None."""
-        return self.operator.function(self.call, *inputs)
+        return OPERATORS[self.call.op].function(self.call, *inputs)
+
+    def jumps(self) -> bool:
+        """Whether the result may jump when an input moves by one rounding."""
+        if self.call.op == "Cast":
+            return not self.call.get("to").is_floating_point
+        return self.call.op in WITH_JUMPS
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class OnnxModule(nn.Module):
 
     def has_jumps(self) -> bool:
         """Whether some operator's result may jump when an input moves by one rounding."""
-        return any(isinstance(part, OnnxOperator) and part.call.op in WITH_JUMPS for part in self.operators)
+        return any(isinstance(part, OnnxOperator) and part.jumps() for part in self.operators)
 
 
 def build_module(graph: Graph) -> tuple[OnnxModule, torch.Tensor]:
@@ -136,7 +136,7 @@ def build_module(graph: Graph) -> tuple[OnnxModule, torch.Tensor]:
             else:
                 values.update(outputs)
                 reads.append((node, names))
-                operators.append(OnnxOperator(call, operator))
+                operators.append(OnnxOperator(call))
     if graph.output not in values and graph.output not in constants:
         raise ModelError(f"output {graph.output} is an optional output that is not supported")
     used = dict.fromkeys([name for _, names in reads for name in names] + [graph.output])
@@ -162,11 +162,12 @@ def _prepare(
     if node.op == "Cast":
         # The type as an empty constant, so that a module turned to float64 casts to float64 too.
         like = f"{node.outputs[0]}/like"
-        constants[like] = torch.empty(0, dtype=attributes.pop("to"))
+        constants[like] = torch.empty(0, dtype=attributes["to"])
         names = [names[0], like]
     if node.op == "Slice" and len(names) > 2 and names[1] is not None and names[2] is not None:
         attributes["width"] = _difference(names[1], names[2], constants, makers)
-    return tuple(names), Call(node.name, node.op, opset, attributes, static, len(node.outputs))
+    numbers = {position: tuple(tensor.reshape(-1).tolist()) for position, tensor in static.items()}
+    return tuple(names), Call(node.name, node.op, opset, attributes, static, numbers, len(node.outputs))
 
 
 def _find(

@@ -27,6 +27,7 @@ class Call:
         opset: version of the operator set of its domain that the file imports.
         attributes: attributes by name; text is str, tensors are torch tensors.
         static: constant inputs by position, those that the table asks for as values.
+        numbers: the same, flat, as Python numbers, so that a run reads nothing back from tensors.
         n_outputs: how many outputs the node declares.
     """
 
@@ -35,6 +36,7 @@ class Call:
     opset: int
     attributes: Mapping[str, Any] = field(default_factory=dict)
     static: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    numbers: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     n_outputs: int = 1
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -43,8 +45,8 @@ class Call:
 
     def ints(self, name: str, position: int | None = None) -> list[int] | None:
         """Whole numbers from the constant input at `position`, else from the attribute `name`, else None."""
-        if position is not None and position in self.static:
-            return [int(value) for value in self.static[position].reshape(-1).tolist()]
+        if position is not None and position in self.numbers:
+            return [int(value) for value in self.numbers[position]]
         value = self.attributes.get(name)
         if value is None:
             return None
@@ -52,8 +54,8 @@ class Call:
 
     def number(self, name: str, position: int | None = None, default: Any = None) -> Any:
         """One number from the constant input at `position`, else from the attribute `name`, else `default`."""
-        if position is not None and position in self.static:
-            return self.static[position].reshape(-1)[0].item()
+        if position is not None and position in self.numbers:
+            return self.numbers[position][0]
         return self.attributes.get(name, default)
 
     def refuse(self, what: str) -> NoReturn:

@@ -51,7 +51,7 @@ def _pow(call: Call, base: torch.Tensor, exponent: torch.Tensor | None = None) -
         return torch.pow(base, exponent).to(base.dtype)
     constant = call.static[1]
     if constant.numel() == 1 and constant.dim() <= base.dim():
-        power = constant.item()
+        power = call.number("exponent", 1)
         return base if power == 1 else torch.pow(base, power).to(base.dtype)
     # The result has the type of the base, whatever the type of the exponent is.
     return torch.pow(base, constant.to(base.device)).to(base.dtype)
@@ -74,7 +74,7 @@ def _prelu(call: Call, x: torch.Tensor, slope: torch.Tensor | None = None) -> to
     if slope is None:
         constant = call.static[1]
         if constant.numel() == 1 and constant.dim() <= x.dim():
-            return F.leaky_relu(x, constant.item())
+            return F.leaky_relu(x, call.number("slope", 1))
         slope = constant.to(device=x.device, dtype=x.dtype)
     if call.opset < 7 and slope.dim() == 1 and x.dim() > 1:
         slope = slope.reshape((-1,) + (1,) * (x.dim() - 2))

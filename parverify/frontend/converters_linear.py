@@ -13,6 +13,11 @@ from parverify.frontend.converters_common import Call, Operator, along, axis_of
 
 
 def _matmul(call: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    # torch squeezes the product with a vector in place; written out, no step does.
+    if b.dim() == 1:
+        return torch.matmul(a if a.dim() > 1 else a.unsqueeze(0), b.unsqueeze(1)).reshape(a.shape[:-1])
+    if a.dim() == 1:
+        return torch.matmul(a.unsqueeze(0), b).reshape(b.shape[:-2] + b.shape[-1:])
     return torch.matmul(a, b)
 
 
@@ -74,9 +79,6 @@ def _group_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor, bias:
     groups = call.get("num_groups")
     split = x.reshape(x.shape[0], groups, -1)
     plain = _standardize(split, (2,), call.get("epsilon", 1e-5))
-    if call.opset < 21:
-        # One scale a group, until version 21 made it one a channel.
-        return (plain * scale.reshape(-1, 1) + bias.reshape(-1, 1)).reshape(x.shape)
     return plain.reshape(x.shape) * _along_channels(scale, x.dim()) + _along_channels(bias, x.dim())
 
 

@@ -96,11 +96,11 @@ def _indices(call: Call, indices: torch.Tensor | None, x: torch.Tensor, size: in
 
 def _gather(call: Call, x: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
     axis = axis_of(call.get("axis", 0), x.dim())
+    if indices is None and call.static[1].dim() == 0:
+        return x.select(axis, int(call.number("indices", 1)))
+    if indices is None and call.static[1].dim() == 1:
+        return take(x, axis, [k + x.shape[axis] if k < 0 else k for k in call.ints("indices", 1) or []])
     index = _indices(call, indices, x, x.shape[axis])
-    if indices is None and index.dim() == 0:
-        return x.select(axis, int(call.static[1].item()))
-    if indices is None and index.dim() == 1:
-        return take(x, axis, index.tolist())
     shape = x.shape[:axis] + index.shape + x.shape[axis + 1 :]
     return x.index_select(axis, index.reshape(-1)).reshape(shape)
 

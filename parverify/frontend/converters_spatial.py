@@ -178,9 +178,9 @@ def _resize(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
     from parverify.frontend.converters_resize import resample
 
     old = call.op == "Upsample" or call.opset < 11
-    scales = call.static.get(1 if old else 2)
+    scales = call.numbers.get(1 if old else 2)
     sizes = None if old else call.ints("sizes", 3)
-    factors = call.get("scales") if scales is None or scales.numel() == 0 else scales.tolist()
+    factors = scales or call.get("scales")
     axes = call.ints("axes") or list(range(x.dim()))
     for k, axis in enumerate(axes):
         n = x.shape[axis]
