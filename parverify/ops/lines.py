@@ -190,9 +190,10 @@ class TangentLine:
         intercept = value - slope * point - ulp * value.abs()
         for anchor in self.anchors:
             intercept = torch.minimum(intercept, anchor.y - slope * anchor.x)
+        # A slope may also underflow, which matters on a box as wide as 1e30.
         tiny = 8 * torch.finfo(point.dtype).tiny
-        wobble = slope.abs() + self.side.facts.cancellation
-        return slope, intercept - ulp * wobble * self.size - tiny
+        wobble = ulp * (slope.abs() + self.side.facts.cancellation) + tiny
+        return slope, intercept - wobble * self.size - tiny
 
 
 @dataclass(frozen=True)

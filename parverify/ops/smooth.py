@@ -22,6 +22,7 @@ from parverify.ops.facts import Facts, Side
 from parverify.ops.lines import Anchor, Family, FixedLine, Lines, Mirrored, TangentLine
 from parverify.ops.roots import EPS, least, tangent_limit
 
+LARGEST = torch.finfo(torch.float64).max
 HUGE = 1e290  # beyond it, comparisons of tangents with chords may overflow in float64
 SAMPLES = 17  # points for slopes over several pieces and for gaps; odd, so that the middle is one
 
@@ -52,6 +53,8 @@ class Smooth(Activation):
         unbounded = ~holds & ~(l.isnan() | u.isnan())
         least_value = torch.where(unbounded, -torch.inf, facts.range[0])
         most_value = torch.where(unbounded, torch.inf, facts.range[1])
+        # A value that overflows is beyond the largest number, which is what can be said of it from this side.
+        lower, upper = lower.clamp(max=LARGEST), upper.clamp(min=-LARGEST)
         lower = torch.where(numbers, lower - 4 * EPS * lower.abs(), least_value)
         upper = torch.where(numbers, upper + 4 * EPS * upper.abs(), most_value)
         lower, upper = _round_down(lower, l.dtype), -_round_down(-upper, l.dtype)

@@ -45,17 +45,16 @@ class Step(Activation):
         # Halves must be numbers of the dtype, or corners can't be told apart.
         exact = torch.maximum(l.abs(), u.abs()) < 0.25 / torch.finfo(l.dtype).eps
         sloped = exact & (a < b) & (l <= u)
-        single = (first == last).to(l.dtype)
         first, last = torch.where(sloped, first, zero), torch.where(sloped, last, zero)
         rise = torch.where(sloped, b - a, zero)
         eps = torch.finfo(l.dtype).eps
         families = []
-        for pivot, value, run in ((first, a, u - first), (last, -b, last - l)):
-            steepest = rise * torch.where(single > 0, 1 / run.clamp(min=MIN_RUN), 1 / rise.clamp(min=1))
-            up = value is not a
-            slack = 4 * eps * (rise + steepest * (l.abs() + u.abs()))
-            start = (((l + u) / 2 < pivot) if up else ((l + u) / 2 > pivot)).to(l.dtype)
-            slack, start = torch.where(sloped, slack, zero), torch.where(sloped, start, zero)
+        for up, pivot, value, run in ((False, first, a, u - first), (True, last, -b, last - l)):
+            run = torch.where(sloped, run, zero + 1).clamp(min=MIN_RUN)
+            steepest = rise * torch.where(first == last, 1 / run, 1 / rise.clamp(min=1))
+            slack = torch.where(sloped, 4 * eps * (rise + steepest * (l.abs() + u.abs())), zero)
+            beyond = (l / 2 + u / 2 < pivot) if up else (l / 2 + u / 2 > pivot)
+            start = (sloped & beyond).to(l.dtype)
             families.append(PivotLine(pivot, value, -steepest if up else steepest, start, slack))
         return Lines(families[0], Mirrored(families[1]))
 
