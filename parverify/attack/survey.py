@@ -80,16 +80,18 @@ class Survey:
         """
         parts = torch.nonzero(torch.isfinite(self.best)).flatten()
         parts = parts[self.best[parts].argsort(stable=True)][:_CLIMBED_PARTS]
+        if parts.numel() == 0:
+            return None
         for part in parts.split(max(1, self._problem.batches.wave // max(share.shape[0], 1))):
             start = self._climbers(share, part, budget)
-            if start is None or budget.over:
+            if budget.over:
                 return None
             witness = self._climb(start, part, generator=generator, rounds=rounds, budget=budget)
             if witness is not None:
                 return witness
         return None
 
-    def _climbers(self, share: Tensor, part: Tensor, budget: Budget) -> tuple[Tensor, Tensor] | None:
+    def _climbers(self, share: Tensor, part: Tensor, budget: Budget) -> tuple[Tensor, Tensor]:
         """The best of the points at `share` of the way across the box of each disjunct: margins and points."""
         box = self._box(part)
         lower, upper = self._problem.boxes.lower[box][:, None], self._problem.boxes.upper[box][:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -141,6 +143,16 @@ def test_a_row_can_not_hold_by_the_rounding_of_its_sum() -> None:
     assert surely_holds(part, np.array([0.5]), np.array([1e16, 0.0, -1e16]))
     strict = disjunct([0], [1], [[1, 1, 1]], [0.0], strict=[True])
     assert not surely_holds(strict, np.array([0.5]), np.array([1e16, 0.0, -1e16]))
+
+
+def test_a_strict_row_can_not_hold_by_the_rounding_of_its_sum() -> None:
+    # Exactly 0 in every order; in float64 it is negative in some.
+    strict = disjunct([0], [1], [[1, 1, 1, 1]], [0.0], strict=[True])
+    x, seen = np.array([0.5]), 0
+    for y in itertools.permutations([1e16, 1.0, 1.0, -1e16 - 2]):
+        seen += strict.holds(x, np.array(y))
+        assert not surely_holds(strict, x, np.array(y))
+    assert seen > 0
 
 
 def test_failed_points_are_replayed_once() -> None:

@@ -140,17 +140,21 @@ def test_step_function_with_a_witness_at_zero_only() -> None:
         return torch.sign(x).abs().sum(-1, keepdim=True)
 
     n = 12
-    query = Query(n, 1, (disjunct([-1] * n, [1.3] * n, [[1]], [0]),))
+    query = Query(n, 1, (disjunct([-1] * n, [2.3] * n, [[1]], [0]),))
     check(search(net, query).pgd(restarts=2, steps=5, seconds=5), query, single(net))
 
 
 def test_dead_gradients_fall_back_on_mutation() -> None:
-    def net(x: Tensor) -> Tensor:
-        return (x > 0.6).to(x.dtype).sum(-1, keepdim=True)
-
     n = 30
-    query = Query(n, 1, (disjunct([-1] * n, [0.9] * n + [1] * 0, [[-1], [1]], [-14, 14]),))
-    check(search(net, query).pgd(restarts=8, steps=200, seconds=10), query, single(net))
+    pattern = torch.rand(n, generator=torch.Generator().manual_seed(0)) < 0.5
+
+    def net(x: Tensor) -> Tensor:
+        return ((x > 0.2) == pattern).to(x.dtype).sum(-1, keepdim=True)
+
+    query = Query(n, 1, (disjunct([-1] * n, [1] * n, [[-1]], [-28]),))
+    finder = search(net, query)
+    assert finder.scan(seconds=5) is None
+    check(finder.pgd(restarts=8, steps=300, seconds=10), query, single(net))
 
 
 def test_rounding_makes_a_violation_vanish() -> None:
@@ -178,8 +182,45 @@ def test_search_goes_on_where_the_runtime_disagrees() -> None:
         return single(net)(x) + 1e-4
 
     query = Query(n, 1, (disjunct([-1] * n, [1] * n, [[1]], [1e-3]),))
-    witness = search(net, query, replay=replay).pgd(restarts=12, steps=200, seconds=20)
-    check(witness, query, replay)
+    finder = search(net, query, replay=replay)
+    check(finder.pgd(restarts=12, steps=200, seconds=20), query, replay)
+    # Refused 1e6 times too often, it must not replay at every step.
+    finder = search(net, query, replay=lambda x: np.array([9.0]))
+    assert finder.pgd(restarts=12, steps=200, seconds=20) is None
+    assert 0 < finder.replays < 40
+
+
+def test_hopeless_points_are_not_replayed() -> None:
+    def net(x: Tensor) -> Tensor:
+        return torch.cat([0 * x, -1 / (0 * x)], 1)
+
+    low, high = [0.5], [1.0]
+    # A strict row that is exactly 0 everywhere, and an output that is infinite.
+    strict = Query(1, 2, (disjunct(low, high, [[1, 0]], [0], strict=[True]),))
+    infinite = Query(1, 2, (disjunct(low, high, [[0, 1]], [0]),))
+    for query, forward in ((strict, lambda x: torch.cat([0 * x, 0 * x], 1)), (infinite, net)):
+        finder = search(forward, query)
+        assert finder.pgd(restarts=4, steps=20, seconds=5) is None
+        assert finder.replays == 0
+
+
+def test_margins_and_the_points_they_belong_to() -> None:
+    net = mlp([3, 8, 2], seed=0)
+    low, high = -np.ones(3), np.ones(3)
+    parts = (
+        disjunct(low, high, [[1, 0], [0, 1]], [1e3, 2e3]),
+        disjunct(low, high, [[1, 0]], [-1e3], C_x=[[1, 0, 0]]),
+        disjunct(high, low, [[1, 0]], [1e3]),
+    )
+    finder = search(net, Query(3, 2, parts), replay=lambda x: np.full(2, 1e6))
+    points = torch.rand(50, 3, generator=torch.Generator().manual_seed(0))
+    assert finder.try_points(points) is None
+    y = net(points.double()).numpy()
+    residuals = [[part.residual(x, out).max() for x, out in zip(points.numpy(), y, strict=True)] for part in parts[:2]]
+    np.testing.assert_allclose(finder.margins, [min(residuals[0]), min(residuals[1]), np.inf])
+    best = finder._survey.best_x.numpy()
+    np.testing.assert_array_equal(best[0], points[int(np.argmin(residuals[0]))])
+    np.testing.assert_array_equal(best[1], points[int(np.argmin(residuals[1]))])
 
 
 def test_networks_with_nan_regions() -> None:
@@ -289,6 +330,14 @@ def test_out_of_memory_halves_the_batch() -> None:
     batches._size = 8
     with pytest.raises(ResourceError, match="single point"):
         batches.outputs(x, Budget.of(Clock(), math.inf))
+
+
+def test_batches_stop_with_the_budget() -> None:
+    net = mlp([4, 8, 2], seed=0)
+    batches = Batches(net, n_in=4, n_out=2, dtype=torch.float64, device="cpu")
+    x, over = torch.zeros(5, 4, dtype=torch.float64), Budget.of(Clock(), -1.0)
+    assert torch.isnan(batches.outputs(x, over)).all()
+    assert batches.gradients(x, lambda y, x, place: (y.sum(-1), y.sum(-1)), over) is None
 
 
 def test_batches_grow_smaller_with_the_work() -> None:
