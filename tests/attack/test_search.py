@@ -202,6 +202,7 @@ def test_hopeless_points_are_not_replayed() -> None:
         finder = search(forward, query)
         assert finder.pgd(restarts=4, steps=20, seconds=5) is None
         assert finder.replays == 0
+        assert finder.margins[0] == (np.inf if query is infinite else np.finfo(np.float64).tiny)
 
 
 def test_margins_and_the_points_they_belong_to() -> None:
@@ -209,7 +210,7 @@ def test_margins_and_the_points_they_belong_to() -> None:
     low, high = -np.ones(3), np.ones(3)
     parts = (
         disjunct(low, high, [[1, 0], [0, 1]], [1e3, 2e3]),
-        disjunct(low, high, [[1, 0]], [-1e3], C_x=[[1, 0, 0]]),
+        disjunct(low, high, [[1, 0]], [1e3], C_x=[[1, 0, 0]]),
         disjunct(high, low, [[1, 0]], [1e3]),
     )
     finder = search(net, Query(3, 2, parts), replay=lambda x: np.full(2, 1e6))
