@@ -79,17 +79,18 @@ class Builder:
             return x
         return self.emit("permute", [x], [x.shape[dim] for dim in dims], dims=dims)
 
-    def index(self, x: Var, index: Tensor, fill: Tensor | float = 0.0) -> Var:
+    def index(self, x: Var, index: Tensor, fill: Const | float = 0.0) -> Var:
         """`out[i] = x.flatten()[index[i]]`, or `fill[i]` where index[i] is -1; `index` has the shape of the result."""
         flat, shape = index.reshape(-1), tuple(index.shape)
         if flat.numel() == x.numel and bool((flat == torch.arange(x.numel)).all()):
             return self.reshape(x, shape)
         consts = {}
+        extra = {}
         if bool((flat < 0).any()):
-            value = torch.as_tensor(fill, dtype=torch.get_default_dtype()).expand(shape).reshape(-1)
-            if bool((value[flat < 0] != 0).any()):
-                consts["fill"] = Const(torch.where(flat < 0, value, torch.zeros_like(value)))
-        extra = {"outside": flat < 0} if bool((flat < 0).any()) else {}
+            extra["outside"] = flat < 0
+            value = derive(_filled, fill if isinstance(fill, Const) else number(fill), flat < 0, shape)
+            if value.trainable or bool((value.value != 0).any()):
+                consts["fill"] = value
         return self.emit("index", [x], shape, consts=consts, index=flat, inverse=_inverse(flat, x.numel), **extra)
 
     def expand(self, x: Var, shape: Sequence[int]) -> Var:
@@ -109,16 +110,15 @@ class Builder:
         if len(variables) == len(parts):
             return joined
         index = torch.arange(joined.numel).reshape(joined.shape)
-        pieces, fills, at = [], [], 0
+        pieces, at = [], 0
         for part in parts:
             if isinstance(part, Var):
                 pieces.append(index.narrow(dim, at, part.shape[dim]))
-                fills.append(torch.zeros(part.shape))
                 at += part.shape[dim]
             else:
                 pieces.append(torch.full(tuple(part.value.shape), -1))
-                fills.append(part.value.detach().to(torch.get_default_dtype()))
-        return self.index(joined, torch.cat(pieces, dim), torch.cat(fills, dim))
+        fills = derive(_joined, dim, *(part.shape if isinstance(part, Var) else part for part in parts))
+        return self.index(joined, torch.cat(pieces, dim), fills)
 
     # --- arithmetic ------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Builder:
         for role, value, neutral in (("factor", factor, 1.0), ("shift", shift, 0.0)):
             if value is None:
                 continue
-            const = value if isinstance(value, Const) else Const(torch.tensor(float(value)))
+            const = value if isinstance(value, Const) else number(value)
             shape = tuple(torch.broadcast_shapes(shape, const.value.shape))
             if const.trainable or bool((const.value != neutral).any()):
                 consts[role] = const
@@ -248,6 +248,22 @@ class Builder:
         if not isinstance(x, Var):
             raise TypeError("a variable was expected")
         return x
+
+
+def number(value: float) -> Const:
+    """A number as a constant, in float64: rounding it is the executor's business."""
+    return Const(torch.tensor(float(value), dtype=torch.float64))
+
+
+def _filled(value: Tensor, outside: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(n,) what an index fills in where `outside`, zero elsewhere."""
+    return torch.where(outside, value.to(torch.float64).expand(shape).reshape(-1), 0.0)
+
+
+def _joined(dim: int, *parts: Tensor | tuple[int, ...]) -> Tensor:
+    """Constants behind each other along `dim`, zeros where a variable stands (given by its shape)."""
+    tensors = (torch.zeros(part) if isinstance(part, tuple) else part for part in parts)
+    return torch.cat([tensor.to(torch.float64) for tensor in tensors], dim)
 
 
 MOST_READERS = 16

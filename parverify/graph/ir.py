@@ -1,10 +1,10 @@
 """The bound graph: a network as a short list of kernel operators on one instance, constants apart.
 
-Every node's value has the shape of *one* instance of the network (the file's batch axis of 1 included); domains and rows
-are leading dimensions that the operators' rules add. There are few kernel operators (see `parverify.ops.kernel`): affine
-ones, elementwise activations, and the elementwise product of two variables. Everything richer (max pooling, softmax,
-layer norm, ...) has been rewritten into them before a graph exists. A graph is never changed: passes return a new one,
-and bounds live in mappings from node name to tensors that a call returns.
+Every node's value has the shape of *one* instance of the network (the file's batch axis of 1 included); domains and
+rows are leading dimensions that the operators' rules add. There are few kernel operators (see `parverify.ops.kernel`):
+affine ones, elementwise activations, and the elementwise product of two variables. Everything richer (max pooling,
+softmax, layer norm, ...) has been rewritten into them before a graph exists. A graph is never changed: passes return a
+new one, and bounds live in mappings from node name to tensors that a call returns.
 """
 
 from __future__ import annotations
@@ -45,9 +45,17 @@ class Const:
         if self.fn is None:
             return self.value
         if id(self) not in memo:
-            args = [arg.live(memo) if isinstance(arg, Const) else arg for arg in self.args]
-            memo[id(self)] = self.fn(*args)
+            memo[id(self)] = self.fn(*(_live(arg, memo) for arg in self.args))
         return memo[id(self)]
+
+
+def _live(arg: Any, memo: dict[int, Tensor]) -> Any:
+    """`arg` with constants in it, also those in lists, recomputed."""
+    if isinstance(arg, Const):
+        return arg.live(memo)
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_live(item, memo) for item in arg)
+    return arg
 
 
 def derive(fn: Callable[..., Tensor], *args: Any) -> Const:

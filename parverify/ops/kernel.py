@@ -3,9 +3,9 @@
 A rule works on one node and its constants. Leading dimensions are free: values come as (B, *shape), rows as
 (N, *shape). `forward` evaluates; `interval` maps boxes; `backward` pushes rows of linear functionals from the node's
 value to its inputs (the vector-Jacobian product, exact because the operator is affine) together with what its constants
-add; `pick` is `backward` of one-hot rows without building them: for a product with a weight it is a slice of the weight.
-Interval rules of operators that round inflate their radius by a few units in the last place (see `inflate`).
-Nonlinear operators (`act`, `mul`) have `forward` and `interval` here and their relaxations in `parverify.ops.relaxation`.
+add; `pick` is `backward` of one-hot rows without building them: for a product with a weight it is a slice of the
+weight. Interval rules of operators that round inflate their radius by a few units in the last place (see `inflate`).
+Nonlinear operators (`act`, `mul`) have `forward` and `interval` here, relaxations in `parverify.ops.relaxation`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _flat(x: Tensor, lead: int = 1) -> Tensor:
     return x.reshape(*x.shape[:lead], -1)
 
 
-# --- reshape, permute, expand, index, concat -----------------------------------------------------------------------------
+# --- reshape, permute, expand, index, concat ------------------------------------------------------------------------
 
 
 def _reshape(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
@@ -136,7 +136,7 @@ def _moved(forward: Callable[[Node, Consts, Sequence[Tensor]], Tensor]) -> Calla
     return interval
 
 
-# --- sum, scale, reduce_sum ----------------------------------------------------------------------------------------------
+# --- sum, scale, reduce_sum -----------------------------------------------------------------------------------------
 
 
 def _sum(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
@@ -195,7 +195,7 @@ def _reduce_back(node: Node, consts: Consts, A: Tensor) -> tuple[list[Tensor], N
     return [A.expand(A.shape[0], *node.attrs["in_shapes"][0])], None
 
 
-# --- linear, matmul, conv ------------------------------------------------------------------------------------------------
+# --- linear, matmul, conv -------------------------------------------------------------------------------------------
 
 
 def _linear(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
@@ -279,6 +279,9 @@ def _conv_back(node: Node, consts: Consts, A: Tensor) -> tuple[list[Tensor], Ten
     flat = A.reshape(-1, *A.shape[2:])
     out = torch.convolution(flat, weight, None, a["stride"], a["padding"], a["dilation"], not a["transposed"], extra,
                             a["groups"])
+    for i, size in enumerate(in_shape[2:]):
+        # Output padding of a stride or more looks like further places of the input.
+        out = out.narrow(2 + i, 0, size)
     return [out.reshape(A.shape[0], *in_shape)], bias
 
 
@@ -316,7 +319,7 @@ def _conv_pick(node: Node, consts: Consts, index: Tensor, sign: Tensor) -> tuple
     return [rows.reshape(count, *in_shape)], bias
 
 
-# --- nonlinear -----------------------------------------------------------------------------------------------------------
+# --- nonlinear ------------------------------------------------------------------------------------------------------
 
 
 def _act(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
