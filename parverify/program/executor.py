@@ -106,6 +106,10 @@ class Executor:
         """Bytes of constants that stay on this rank."""
         return sum(value.numel() * value.element_size() for value in self._constants.values())
 
+    def resident(self) -> list[Tensor]:
+        """The tensors that stay on this rank."""
+        return list(self._constants.values())
+
     # --- forward ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, x: Tensor) -> Tensor:

@@ -1,0 +1,324 @@
+"""The library: `verify` for verdicts, `compute_bounds` for bounds, and what the command line needs besides.
+
+Torch modules and ONNX paths are taken alike. An ONNX network is compared with onnxruntime before anything is concluded
+from it, and witnesses are replayed there; a torch module is its own original.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parverify.bounds.alpha import AlphaOptions, optimize
+from parverify.bounds.joint import joint_bounds
+from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers
+from parverify.bounds.region import BallRegion, BoxRegion, Region, outward_box
+from parverify.budget import make_budget
+from parverify.clock import Clock
+from parverify.config import METHODS, Settings, make_settings
+from parverify.errors import OutOfTimeError, SpecError, UsageError
+from parverify.frontend.query import Query
+from parverify.graph.ir import BoundGraph
+from parverify.graph.trace import trace
+from parverify.ops.kernel import Box
+from parverify.program.executor import Executor
+from parverify.program.rows import Dense, Rows, both_signs, tiles
+from parverify.progress import NullProgress, Progress
+from parverify.verdict import Result, Verdict
+from parverify.verifier import Subject, Verifier
+
+BOUND_METHODS = tuple(method for method in METHODS if method not in ("auto", "beta-crown"))
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------------
+
+
+def verify(model: str | Path | nn.Module, spec: str | Path | Query, *, timeout: float | None = None,
+           settings: Settings | None = None, clock: Clock | None = None, progress: Progress | None = None,
+           input_shape: Sequence[int] | None = None, **options: Any) -> Result:
+    """Decide whether the unsafe region of `spec` can be reached.
+
+    Args:
+        model: an ONNX file, or a torch module that maps one tensor to one tensor.
+        spec: a VNN-LIB file, or a query.
+        timeout: seconds from now; ignored where `clock` is given.
+        settings: all settings; default ones if None.
+        clock: the deadline.
+        progress: who is told about the run.
+        input_shape: of one instance, for a torch module; default (1, n_in).
+        **options: single settings by dotted key with `__` for the dot, such as `alpha__iterations=50`, `method="crown"`.
+
+    Returns:
+        The verdict, with a witness exactly when it is `sat`.
+
+    Raises:
+        ParverifyError: the network, the property or a setting can't be used. Running out of time is a verdict.
+    """
+    settings = _with(settings, options)
+    clock = clock or Clock(float("inf") if timeout is None else float(timeout))
+    progress = progress or NullProgress()
+    try:
+        subject, query = _load(model, spec, clock, progress, settings, input_shape)
+        if not any(not part.empty_box for part in query):
+            return Result(Verdict.UNSAT, reason="the unsafe region is empty")
+        return Verifier(subject, query, settings, clock, progress).run()
+    except OutOfTimeError as error:
+        return Result(Verdict.TIMEOUT, reason=error.message)
+
+
+def _with(settings: Settings | None, options: dict[str, Any]) -> Settings:
+    if not options:
+        return settings or Settings()
+    if settings is not None:
+        raise UsageError("give either settings or single options, not both")
+    return make_settings({key.replace("__", "."): value for key, value in options.items()})
+
+
+def _load(model: str | Path | nn.Module, spec: str | Path | Query, clock: Clock, progress: Progress,
+          settings: Settings, input_shape: Sequence[int] | None) -> tuple[Subject, Query]:
+    if isinstance(model, nn.Module):
+        if not isinstance(spec, Query):
+            raise UsageError("a torch module needs a Query, not a file", "pass parverify.Query, or an ONNX path")
+        return _module_subject(model, spec, input_shape), spec
+    from parverify.frontend.network import check_against_original, load_network, rounding_gap, sample_points
+
+    progress.phase("loading the network")
+    network = load_network(Path(model), clock=clock)
+    if isinstance(spec, Query):
+        query = spec
+    else:
+        from parverify.frontend.vnnlib import read_query
+
+        progress.phase("parsing the property")
+        query = read_query(Path(spec), n_in=network.n_in, n_out=network.n_out, clock=clock)
+    if (query.n_in, query.n_out) != (network.n_in, network.n_out):
+        raise SpecError(f"the property has {query.n_in} inputs and {query.n_out} outputs, the network "
+                        f"{network.n_in} and {network.n_out}")
+    gap = 0.0
+    if any(not part.empty_box for part in query):
+        progress.phase("checking the conversion")
+        lower, upper = query.hull()
+        check_against_original(network, lower, upper, seed=settings.seed)
+        gap = rounding_gap(network, sample_points(lower, upper, seed=settings.seed + 1))
+    clock.check("loading")
+    graph = trace(network.module, network.input_shape, dtype=network.dtype)
+    return Subject(graph, network.replay, network.dtype, gap), query
+
+
+def _module_subject(module: nn.Module, query: Query, input_shape: Sequence[int] | None) -> Subject:
+    shape = tuple(input_shape) if input_shape is not None else (1, query.n_in)
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    dtype = tensors[0].dtype if tensors else torch.get_default_dtype()
+    graph = trace(module, shape, dtype=dtype)
+
+    def replay(x: np.ndarray) -> np.ndarray:
+        point = torch.from_numpy(np.asarray(x, dtype=np.float64)).to(dtype).reshape(shape)
+        with torch.no_grad():
+            return module(point.to(next(iter(tensors)).device if tensors else "cpu")).double().cpu().numpy().ravel()
+
+    return Subject(graph, replay, dtype)
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of a network's outputs over a region.
+
+    Args:
+        lower, upper: (D, *output shape), or (D, rows) with `C`; without the leading dimension if one region was given
+            without it.
+        layers: pre-activation bounds, node name -> (lower, upper), (D, *shape).
+    """
+
+    lower: Tensor
+    upper: Tensor
+    layers: dict[str, Box] = field(default_factory=dict)
+
+
+def compute_bounds(model: str | Path | nn.Module | Executor, lower: Tensor | None = None, upper: Tensor | None = None, *,
+                   center: Tensor | None = None, eps: float | Tensor | None = None, norm: float = float("inf"),
+                   method: str = "crown", C: Tensor | None = None, differentiable: bool = False,
+                   input_shape: Sequence[int] | None = None, options: BoundOptions | None = None) -> Bounds:
+    """Bounds of the outputs, or of the linear functionals `C` of them, over a box or a ball.
+
+    Args:
+        model: a torch module, an ONNX file, or an executor over a graph that was traced before.
+        lower, upper: the box; the shape of the network's input, or (D, *input shape) for D boxes.
+        center, eps, norm: a ball instead: radius `eps` around `center` in the L-infinity, L2 or L1 norm.
+        method: "ibp", "crown-ibp", "crown" or "alpha-crown".
+        C: (rows, n_out) or (D, rows, n_out) functionals of the flat output.
+        differentiable: keep the autograd graph to the box (or centre) and to the module's parameters; not for
+            alpha-crown, whose bounds come out of an optimization of their own.
+        input_shape: of one instance; default: the shape of `lower` or `center`, with its first dimension as the batch
+            axis if the module was written for batches.
+        options: tile sizes and such; `method` wins over what they say.
+
+    Returns:
+        Sound bounds, with an allowance for rounding.
+    """
+    if method not in BOUND_METHODS:
+        raise UsageError(f"unknown method {method!r}; allowed: {', '.join(BOUND_METHODS)}")
+    if differentiable and method == "alpha-crown":
+        raise UsageError("alpha-crown bounds are not differentiable", "use crown, crown-ibp or ibp for training")
+    given = center if center is not None else lower
+    if given is None or (center is None) == (lower is None) or (lower is not None and upper is None):
+        raise UsageError("give either lower and upper, or center and eps")
+    executor = _executor(model, given, input_shape, differentiable)
+    region, single = _region(executor, lower, upper, center, eps, norm)
+    chosen = options or BoundOptions()
+    chosen = BoundOptions(method, chosen.alpha, chosen.tile, chosen.intersect)
+    with torch.set_grad_enabled(differentiable):
+        found = bound_layers(executor, region, chosen)
+        low, high = _output_bounds(executor, region, found, chosen, C)
+    if single:
+        low, high = low[0], high[0]
+    return Bounds(low, high, dict(found.boxes))
+
+
+def _executor(model: str | Path | nn.Module | Executor, given: Tensor, input_shape: Sequence[int] | None,
+              live: bool) -> Executor:
+    if isinstance(model, Executor):
+        return model
+    if isinstance(model, nn.Module):
+        shape = tuple(input_shape) if input_shape is not None else (1, *given.shape[1:])
+        graph = trace(model, shape)
+        return Executor(graph, dtype=given.dtype, device=given.device, live=live)
+    from parverify.frontend.network import load_network
+
+    network = load_network(Path(model))
+    graph = trace(network.module, network.input_shape, dtype=network.dtype)
+    return Executor(graph, dtype=given.dtype, device=given.device, live=live)
+
+
+def _region(executor: Executor, lower: Tensor | None, upper: Tensor | None, center: Tensor | None,
+            eps: float | Tensor | None, norm: float) -> tuple[Region, bool]:
+    size = executor.graph.input.numel
+    given = center if center is not None else lower
+    if given is None:
+        raise UsageError("a region is needed")
+    if given.numel() % size:
+        raise UsageError(f"a region of shape {list(given.shape)} does not fit the network's input of shape "
+                         f"{list(executor.graph.input.shape)}")
+    single = given.numel() == size and given.dim() <= len(executor.graph.input.shape)
+    if center is None:
+        if lower is None or upper is None or lower.shape != upper.shape:
+            raise UsageError("lower and upper must have the same shape")
+        return BoxRegion(lower.reshape(-1, size), upper.reshape(-1, size)), single
+    if eps is None:
+        raise UsageError("a ball needs eps")
+    flat = center.reshape(-1, size)
+    radius = torch.as_tensor(eps, dtype=flat.dtype, device=flat.device).expand(flat.shape[0])
+    if norm == float("inf"):
+        return BoxRegion(flat - radius[:, None], flat + radius[:, None]), single
+    return BallRegion(flat, radius, norm), single
+
+
+def _output_bounds(executor: Executor, region: Region, found: LayerBounds, options: BoundOptions, C: Tensor | None
+                   ) -> Box:
+    """(D, rows) bounds of C times the output; (D, *output shape) without C."""
+    output = executor.graph[executor.graph.output]
+    domains = region.domains
+    if options.method == "ibp":
+        return _interval_rows(found.intervals[output.name], C)
+    if C is None:
+        index = torch.arange(output.numel, device=executor.device).repeat(domains)
+        owner = torch.arange(domains, device=executor.device).repeat_interleave(output.numel)
+        rows: Rows = both_signs(index, owner if domains > 1 else None, executor.dtype)
+    else:
+        rows = _functionals(C.to(executor.device, executor.dtype), domains, output.shape)
+    alpha = options.alpha if options.method == "alpha-crown" else AlphaOptions(iterations=0)
+    parts = []
+    for part in tiles(len(rows), options.tile):
+        if torch.is_grad_enabled():
+            parts.append(executor.sweep(output.name, rows.take(part), found.relaxed, region).lower)
+        else:
+            parts.append(optimize(executor, output.name, rows.take(part), found.relaxed, region, options=alpha))
+    low, high = torch.cat(parts).chunk(2)
+    low, high = low.reshape(domains, -1), -high.reshape(domains, -1)
+    if options.intersect:
+        box = _interval_rows(found.intervals[output.name], C)
+        low, high = torch.maximum(low, box[0].reshape(low.shape)), torch.minimum(high, box[1].reshape(low.shape))
+    return (low, high) if C is not None else (low.reshape(domains, *output.shape), high.reshape(domains, *output.shape))
+
+
+def _functionals(C: Tensor, domains: int, shape: tuple[int, ...]) -> Dense:
+    C = C.expand(domains, -1, -1) if C.dim() == 2 else C
+    owner = torch.arange(domains, device=C.device).repeat_interleave(C.shape[1])
+    A = C.reshape(-1, *shape)
+    return Dense(torch.cat([A, -A]), None, torch.cat([owner, owner]) if domains > 1 else None)
+
+
+def _interval_rows(box: Box, C: Tensor | None) -> Box:
+    low, high = box
+    if C is None:
+        return low, high
+    low, high = low.flatten(1), high.flatten(1)
+    C = C.to(low.dtype).expand(low.shape[0], -1, -1) if C.dim() == 2 else C.to(low.dtype)
+    plus, minus = C.clamp(min=0), C.clamp(max=0)
+    return ((plus @ low[..., None] + minus @ high[..., None])[..., 0],
+            (plus @ high[..., None] + minus @ low[..., None])[..., 0])
+
+
+# --- the command `bounds` ----------------------------------------------------------------------------------------------------
+
+
+def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, clock: Clock) -> dict[str, Any]:
+    """Bounds of the outputs over the property's input box, with what they cost: the JSON of `parverify bounds`."""
+    subject, query = _load(model, spec, clock, NullProgress(), settings, None)
+    dtype = getattr(torch, settings.dtype)
+    executor = Executor(subject.graph, dtype=dtype, device=settings.device)
+    lower, upper = query.hull()
+    region = outward_box(torch.from_numpy(lower), torch.from_numpy(upper), dtype, settings.device)
+    budget = make_budget(subject.graph, memory=settings.memory, itemsize=torch.finfo(dtype).bits // 8)
+    options = BoundOptions(settings.method, AlphaOptions(settings.alpha.iterations, settings.alpha.lr),
+                           tile=budget.tile(settings.bounds.tile), intersect=settings.bounds.intersect)
+    from parverify.parallel.meter import MemoryMeter
+
+    started = time.monotonic()
+    with torch.no_grad(), MemoryMeter(executor) as meter:
+        if settings.alpha.joint and settings.method == "alpha-crown":
+            found, (low, high) = joint_bounds(executor, region, options, clock=clock)
+        else:
+            found = bound_layers(executor, region, options, clock=clock)
+            low, high = _output_bounds(executor, region, found, options, None)
+    seconds = time.monotonic() - started
+    layers = [_layer(subject.graph, name, box) for name, box in found.boxes.items()]
+    return {
+        "method": settings.method, "strategy": "single", "world_size": 1, "dtype": settings.dtype,
+        "lower": low.flatten().tolist(), "upper": high.flatten().tolist(), "layers": layers,
+        "digest": digest([*(box for box in found.boxes.values()), (low, high)]), "seconds": seconds,
+        "ranks": [{"peak_bytes": meter.peak_bytes, "resident_bytes": executor.resident_bytes(), "collectives": {}}],
+    }
+
+
+def _layer(graph: BoundGraph, name: str, box: Box) -> dict[str, Any]:
+    low, high = box
+    unstable = int(((low < 0) & (high > 0)).sum())
+    return {"name": name, "op": graph[name].source or graph[name].op, "neurons": low.numel(), "unstable": unstable,
+            "lower": low.flatten().tolist(), "upper": high.flatten().tolist()}
+
+
+def digest(boxes: Iterable[Box]) -> str:
+    """sha256 over the bytes of all bounds, in order."""
+    state = hashlib.sha256()
+    for low, high in boxes:
+        for part in (low, high):
+            state.update(part.detach().cpu().contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def supported_operators() -> list[str]:
+    """Names of the ONNX operators that can be verified."""
+    from parverify.frontend.network import OPERATORS
+
+    return sorted(OPERATORS)

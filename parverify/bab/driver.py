@@ -1,0 +1,147 @@
+"""Branch and bound on one page: take the worst domains, split, bound, drop what is closed, keep the rest.
+
+Bounding, branching and what a leaf is are the space's business (`ActivationSpace`, `InputSpace`); only the pool touches
+open domains. The search ends `unsat` when the pool is empty and nothing was set aside, `sat` when a candidate is
+confirmed by replay, and otherwise says why not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from parverify.bab.domains import Domains, Pool
+from parverify.clock import Clock
+from parverify.progress import Progress
+from parverify.verdict import Witness
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """Domains after bounding.
+
+    Args:
+        domains: with their new bounds; only those that are still open.
+        closed: how many were closed.
+        witness: found among the candidates.
+    """
+
+    domains: Domains
+    closed: int
+    witness: Witness | None = None
+
+
+class Space(Protocol):
+    """A way to split: what a domain is, how its children are made, bounded, and decided at a leaf."""
+
+    def split(self, domains: Domains, children: int) -> tuple[Domains, Domains]:
+        """About `children` children of the domains, and the domains that can't be split any further."""
+
+    def bound(self, domains: Domains) -> Bounded:
+        """Bounds of new domains; closed ones are dropped."""
+
+    def leaf(self, domains: Domains) -> tuple[int, Witness | None, list[str]]:
+        """Decide domains that can't be split: how many were closed, a witness, and reasons for those left open."""
+
+    def pad(self, parts: list[Domains]) -> list[Domains]:
+        """Make columns of varying width equal, so that batches can be joined."""
+
+
+@dataclass
+class Search:
+    """The state and the result of a search.
+
+    Args:
+        witness: of a `sat`.
+        unresolved: reasons for domains that were neither closed nor split further.
+        finished: every domain was closed or set aside.
+        bounded, closed, open: counts of domains.
+        batches: number of batches bounded.
+    """
+
+    witness: Witness | None = None
+    unresolved: list[str] | None = None
+    finished: bool = False
+    bounded: int = 0
+    closed: int = 0
+    open: int = 0
+    batches: int = 0
+    worst: float = -torch.inf
+    spilled: int = 0
+
+
+class BatchSize:
+    """How many children are bounded at once: grows while that raises the rate, halves when memory runs out."""
+
+    def __init__(self, size: int, most: int, *, fixed: bool = False) -> None:
+        self.size, self._most, self._fixed = size, most, fixed
+
+    def halve(self) -> None:
+        """After an out-of-memory error."""
+        self._most = self.size = max(1, self.size // 2)
+
+    def grow(self) -> None:
+        """After a batch that was full."""
+        if not self._fixed:
+            self.size = min(self._most, 2 * self.size)
+
+
+def search(space: Space, roots: Domains, *, batch: BatchSize, memory: int, clock: Clock, progress: Progress,
+           pause: Callable[[Search], bool] | None = None, pool: Pool | None = None) -> tuple[Search, Pool]:
+    """Run until everything is closed, a witness is found, the clock ends, or `pause` says stop.
+
+    Args:
+        space: how to split and bound.
+        roots: open domains, already bounded.
+        batch: size of the batches of children.
+        memory: bytes of open domains kept in memory.
+        clock: the deadline; running out raises `OutOfTimeError`.
+        progress: told about every batch.
+        pause: asked after every batch; the pool can be taken up again later.
+        pool: continue with this pool instead of a new one.
+
+    Raises:
+        OutOfTimeError: the clock ran out.
+    """
+    pool = Pool(memory=memory, pad=space.pad) if pool is None else pool  # type: ignore[arg-type]
+    pool.push(roots)
+    state = Search(unresolved=[])
+    started = time.monotonic()
+    while len(pool):
+        clock.check("searching")
+        domains = pool.pop(max(1, batch.size // 2))
+        try:
+            children, stuck = space.split(domains, batch.size)
+            bounded = space.bound(children) if len(children) else Bounded(children, 0)
+        except (MemoryError, torch.OutOfMemoryError):
+            if batch.size <= 1:
+                raise
+            batch.halve()
+            progress.log(f"out of memory: the batch is halved to {batch.size} domains")
+            pool.push(domains)
+            continue
+        state.batches += 1
+        state.bounded += len(children)
+        state.closed += bounded.closed
+        state.witness = bounded.witness
+        if state.witness is None and len(stuck):
+            closed, state.witness, reasons = space.leaf(stuck)
+            state.closed += closed
+            state.unresolved.extend(reasons)  # type: ignore[union-attr]
+        if state.witness is not None:
+            break
+        pool.push(bounded.domains)
+        if len(children) >= batch.size // 2:
+            batch.grow()
+        state.open, state.worst, state.spilled = len(pool), pool.worst, pool.spilled
+        rate = state.bounded / max(time.monotonic() - started, 1e-9)
+        progress.update(open=state.open, closed=state.closed, worst=state.worst, rate=rate, left=clock.left)
+        if pause is not None and pause(state):
+            return state, pool
+    state.finished = state.witness is None
+    state.open = len(pool)
+    return state, pool

@@ -1,0 +1,128 @@
+"""Input splits: a domain is a box, bounded anew by CROWN with its parent's intermediate bounds to start from.
+
+Where few inputs vary, halving boxes is complete in the limit for every continuous network and needs no multipliers. A
+child inherits its parent's pre-activation boxes, so that neurons that were stable stay stable and only those still
+unstable get rows. The dimension to halve is the one whose width costs the bound most, |A_i| (u_i - l_i).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from parverify.bab.domains import Domains
+from parverify.bab.driver import Bounded
+from parverify.bab.problem import Problem
+from parverify.bounds.layers import BoundOptions, bound_layers
+from parverify.bounds.region import BoxRegion
+from parverify.clock import Clock
+from parverify.ops.kernel import Box
+from parverify.verdict import Witness
+
+Confirm = Callable[[Tensor, Tensor], "Witness | None"]
+
+INHERIT_LIMIT = 20_000  # pre-activations per domain up to which boxes are inherited
+
+
+class InputSpace:
+    """Domains are input boxes. See `parverify.bab.driver.Space`.
+
+    Args:
+        problem: the query.
+        options: how the layers of a child are bounded.
+        clock: checked while bounding.
+        confirm: tries candidate points (points, parts) and returns a witness.
+    """
+
+    def __init__(self, problem: Problem, options: BoundOptions, *, clock: Clock, confirm: Confirm) -> None:
+        self.problem, self.options, self.clock = problem, options, clock
+        self._confirm = confirm
+        self.graph = problem.executor.graph
+        sizes = [self.graph[name].numel for name in self.graph.bounded]
+        self._inherited = self.graph.bounded if sum(sizes) <= INHERIT_LIMIT else ()
+
+    def roots(self, part: Tensor) -> Domains:
+        """The disjuncts' own boxes."""
+        box = self.problem.box_of[part]
+        low, high = self.problem.boxes.lower[box], self.problem.boxes.upper[box]
+        columns = {"part": part, "lower": low.new_full((len(part),), -torch.inf), "low": low, "high": high,
+                   "score": (high - low)}
+        for name in self._inherited:
+            size = self.graph[name].numel
+            columns[f"box/{name}/low"] = low.new_full((len(part), size), -torch.inf)
+            columns[f"box/{name}/high"] = low.new_full((len(part), size), torch.inf)
+        return Domains({name: column.cpu() for name, column in columns.items()})
+
+    def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
+        """All columns have fixed widths."""
+        return parts
+
+    def split(self, domains: Domains, children: int) -> tuple[Domains, Domains]:
+        """Halve every box along its most costly dimensions, several where there are few boxes."""
+        middle = (domains["low"] + domains["high"]) / 2
+        splittable = (middle > domains["low"]) & (middle < domains["high"])
+        stuck = ~splittable.any(1)
+        rest, domains = domains.take(stuck), domains.take(~stuck)
+        if not len(domains):
+            return domains, rest
+        depth = 1
+        while len(domains) * 2 ** (depth + 1) <= children and depth < 10:
+            depth += 1
+        for _ in range(depth):
+            domains = self._halve(domains)
+        return domains, rest
+
+    def _halve(self, domains: Domains) -> Domains:
+        low, high = domains["low"], domains["high"]
+        middle = (low + high) / 2
+        usable = (middle > low) & (middle < high)
+        score = torch.where(usable, domains["score"], -torch.inf)
+        dim = score.argmax(1, keepdim=True)
+        fine = usable.gather(1, dim)[:, 0]
+        cut = middle.gather(1, dim)
+        left = domains.with_columns(high=high.scatter(1, dim, cut), score=domains["score"].scatter(
+            1, dim, domains["score"].gather(1, dim) / 2))
+        right = left.with_columns(low=low.scatter(1, dim, cut), high=high)
+        whole, left, right = domains.take(~fine), left.take(fine), right.take(fine)
+        return Domains({name: torch.cat([whole[name], left[name], right[name]]) for name in domains.columns})
+
+    def bound(self, domains: Domains) -> Bounded:
+        """CROWN on every box; closed ones are dropped, the others' minimizers are tried."""
+        problem, executor = self.problem, self.problem.executor
+        device = executor.device
+        region = BoxRegion(domains["low"].to(device), domains["high"].to(device))
+        known: dict[str, Box] = {}
+        for name in self._inherited:
+            shape = (len(domains), *self.graph[name].shape)
+            known[name] = (domains[f"box/{name}/low"].to(device).reshape(shape),
+                           domains[f"box/{name}/high"].to(device).reshape(shape))
+        part = domains["part"].to(device)
+        with torch.no_grad():
+            found = bound_layers(executor, region, self.options, known=known, clock=self.clock)
+            rows = problem.rows(part)
+            swept = executor.sweep(self.graph.output, rows, found.relaxed, region)
+        width = problem.rows_per_part
+        lower = swept.lower.reshape(len(domains), width)
+        closed = problem.closed(lower, part)
+        best = (lower - problem.need[part]).argmax(1)
+        A = swept.A.reshape(len(domains), width, -1)[torch.arange(len(domains), device=device), best]
+        columns = {"lower": problem.excess(lower, part), "score": A.abs() * (region.upper - region.lower)}
+        for name in self._inherited:
+            low, high = found.boxes[name]
+            columns[f"box/{name}/low"], columns[f"box/{name}/high"] = low.flatten(1), high.flatten(1)
+        kept = ~closed
+        open_domains = domains.with_columns(**{name: column.cpu() for name, column in columns.items()}).take(kept.cpu())
+        witness = None
+        if bool(kept.any()):
+            points = region.minimizer(A, None)[kept]
+            witness = self._confirm(points.cpu(), part[kept].cpu())
+        return Bounded(open_domains, int(closed.sum()), witness)
+
+    def leaf(self, domains: Domains) -> tuple[int, Witness | None, list[str]]:
+        """Boxes that are single points in this dtype: their corners are tried, and they stay unresolved."""
+        witness = self._confirm(domains["low"], domains["part"])
+        return 0, witness, ["an input box shrank to neighbouring numbers, and its bounds still do not decide"] * len(
+            domains)
+

@@ -1,0 +1,1 @@
+"""What is shared by everything that divides work over devices."""

@@ -1,0 +1,336 @@
+"""From a network and a query to a verdict: attack, bound, branch, and say honestly how it ended.
+
+The order is by cost: cheap looks for a witness, bounds of growing strength that close disjuncts, a longer attack, and
+branch and bound on what is left. `unsat` is concluded in one place only, when every disjunct was closed and nothing was
+set aside; a witness becomes `sat` only through `WitnessSearch.confirm`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parverify.attack.search import WitnessSearch
+from parverify.bab.activation import ActivationSpace, BetaOptions
+from parverify.bab.driver import BatchSize, Search, search
+from parverify.bab.input import InputSpace
+from parverify.bab.leaves import LeafDecider
+from parverify.bab.problem import build
+from parverify.bounds.alpha import AlphaOptions, optimize
+from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers
+from parverify.bounds.region import select
+from parverify.budget import Budget, make_budget
+from parverify.clock import Clock
+from parverify.config import Settings
+from parverify.errors import OutOfTimeError
+from parverify.frontend.query import Query
+from parverify.graph.ir import BoundGraph
+from parverify.progress import Progress
+from parverify.verdict import Result, Verdict, Witness
+
+INPUT_SPLIT_DIMS = 12  # input splits are tried first where at most this many inputs vary
+INPUT_SPLIT_MOST = 64  # and are a fallback up to here
+ROUNDING_SAFETY = 2.0  # the original's rounding may be this much larger than what was seen at a few points
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified.
+
+    Args:
+        graph: the network.
+        replay: the original, (n_in,) float64 -> (n_out,) float64.
+        input_dtype: of the original's input.
+        gap: the largest difference seen between original and exact outputs.
+    """
+
+    graph: BoundGraph
+    replay: Any
+    input_dtype: torch.dtype
+    gap: float = 0.0
+
+
+@dataclass
+class _State:
+    """What is known so far; written by the phases."""
+
+    open: Tensor
+    witness: Witness | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Verifier:
+    """One run.
+
+    Args:
+        subject, query: what is asked.
+        settings: how.
+        clock: the deadline.
+        progress: who is told.
+    """
+
+    def __init__(self, subject: Subject, query: Query, settings: Settings, clock: Clock, progress: Progress) -> None:
+        self._subject, self._query, self._settings = subject, query, settings
+        self._clock, self._progress = clock, progress
+        dtype = getattr(torch, settings.dtype)
+        self._problem = build(subject.graph, query, dtype=dtype, device=settings.device,
+                              gap=ROUNDING_SAFETY * subject.gap)
+        self._executor = self._problem.executor
+        self._budget: Budget = make_budget(subject.graph, memory=settings.memory,
+                                           itemsize=torch.finfo(dtype).bits // 8)
+        self._witnesses = WitnessSearch(self._forward, subject.replay, query, input_dtype=subject.input_dtype,
+                                        dtype=dtype, device=settings.device, seed=settings.seed, clock=clock)
+        self._state = _State(torch.nonzero(self._problem.box_of >= 0).flatten())
+
+    # --- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """The verdict. Running out of time is a verdict here; every other failure is raised."""
+        try:
+            reason = self._phases()
+        except OutOfTimeError as error:
+            return self._result(Verdict.TIMEOUT, error.message)
+        if self._state.witness is not None:
+            return self._result(Verdict.SAT, "a witness was replayed on the original network")
+        if reason:
+            return self._result(Verdict.UNKNOWN, reason)
+        return self._result(Verdict.UNSAT, "every part of the unsafe region was closed")
+
+    def _result(self, verdict: Verdict, reason: str) -> Result:
+        stats = {**self._state.stats, "phases": {k: round(v, 4) for k, v in self._state.seconds.items()},
+                 "replays": self._witnesses.replays, "open_disjuncts": len(self._state.open)}
+        witness = self._state.witness if verdict is Verdict.SAT else None
+        return Result(verdict, witness, reason, stats)
+
+    def _phases(self) -> str:
+        """All phases; returns why the query is undecided, or an empty string where it is decided."""
+        settings = self._settings
+        if not len(self._state.open):
+            return ""
+        if settings.attack.enabled and self._timed("attack", self._quick_attack):
+            return ""
+        method = settings.method
+        rungs = ["crown-ibp", "crown"] if method in ("auto", "beta-crown") else [method]
+        for rung in rungs:
+            self._timed(rung, lambda rung=rung: self._bound_roots(rung))  # type: ignore[misc]
+            if self._done:
+                return ""
+        if settings.attack.enabled and self._timed("attack", self._long_attack):
+            return ""
+        if method not in ("auto", "beta-crown"):
+            return f"{method} bounds alone do not decide {len(self._state.open)} of the property's disjuncts"
+        return self._timed("search", self._search)
+
+    def _timed(self, name: str, phase: Any) -> Any:
+        self._progress.phase(name)
+        started = time.monotonic()
+        try:
+            return phase()
+        finally:
+            self._state.seconds[name] = self._state.seconds.get(name, 0.0) + time.monotonic() - started
+
+    @property
+    def _done(self) -> bool:
+        return self._state.witness is not None or not len(self._state.open)
+
+    # --- witnesses ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, x: Tensor) -> Tensor:
+        values = self._executor.values(x)
+        return values[self._subject.graph.output].reshape(x.shape[0], -1)
+
+    def _share(self, most: float, share: float) -> float:
+        left = self._clock.left
+        return most if math.isinf(left) else max(0.0, min(most, share * left))
+
+    def _quick_attack(self) -> bool:
+        attack = self._settings.attack
+        self._state.witness = self._witnesses.pgd(restarts=min(8, attack.restarts), steps=min(30, attack.steps),
+                                                  seconds=self._share(min(2.0, attack.seconds), 0.05))
+        return self._state.witness is not None
+
+    def _long_attack(self) -> bool:
+        attack = self._settings.attack
+        self._state.witness = self._witnesses.pgd(
+            restarts=attack.restarts, steps=attack.steps, seconds=self._share(attack.seconds, 0.1),
+            disjuncts=self._state.open.tolist())
+        return self._state.witness is not None
+
+    def _confirm(self, points: Tensor, parts: Tensor) -> Witness | None:
+        return self._witnesses.try_points(points, parts)
+
+    # --- bounds of the whole boxes -------------------------------------------------------------------------------------
+
+    def _options(self, method: str) -> BoundOptions:
+        alpha = AlphaOptions(self._settings.alpha.iterations, self._settings.alpha.lr)
+        return BoundOptions(method, alpha, tile=self._budget.tile(self._settings.bounds.tile),
+                            intersect=self._settings.bounds.intersect)
+
+    def _bound_roots(self, method: str) -> None:
+        """Close disjuncts by bounds over their whole boxes; candidates on the way are tried."""
+        options = self._options(method)
+        box_of = self._problem.box_of[self._state.open]
+        kept = []
+        for boxes in torch.unique(box_of).split(self._box_chunk()):
+            parts = self._state.open[torch.isin(box_of, boxes)]
+            with torch.no_grad():
+                found = bound_layers(self._executor, select(self._problem.boxes, boxes), options, clock=self._clock)
+                if method == "ibp":
+                    kept.append(self._close_by_interval(found, boxes, parts))
+                else:
+                    kept.append(self._close(found, boxes, parts, options if method == "alpha-crown" else None))
+            if self._state.witness is not None:
+                return
+        self._state.open = torch.cat(kept)
+        self._progress.log(f"{method}: {len(self._state.open)} of {len(self._query)} disjuncts open")
+
+    def _box_chunk(self) -> int:
+        return max(1, min(256, self._budget.batch() // 4))
+
+    def _close(self, found: LayerBounds, boxes: Tensor, parts: Tensor, alpha: BoundOptions | None) -> Tensor:
+        """The disjuncts of `parts` that stay open under rows on the output."""
+        region = select(self._problem.boxes, boxes)
+        owner = torch.searchsorted(boxes, self._problem.box_of[parts])
+        kept = []
+        for some in torch.arange(len(parts), device=parts.device).split(self._options("crown").tile):
+            part = parts[some]
+            rows = self._problem.rows(part, owner[some])
+            start = self._executor.graph.output
+            swept = self._executor.sweep(start, rows, found.relaxed, region)
+            lower = swept.lower
+            if alpha is not None:
+                lower = optimize(self._executor, start, rows, found.relaxed, region, options=alpha.alpha,
+                                 clock=self._clock)
+            lower = lower.reshape(len(part), -1)
+            still = ~self._problem.closed(lower, part)
+            kept.append(part[still])
+            if self._settings.attack.enabled and bool(still.any()):
+                width = self._problem.rows_per_part
+                points = region.minimizer(swept.A, rows.owner if region.domains > 1 else None)
+                every = still.repeat_interleave(width)
+                self._state.witness = self._confirm(points[every].cpu(), part.repeat_interleave(width)[every].cpu())
+                if self._state.witness is not None:
+                    return torch.cat(kept)
+        return torch.cat(kept)
+
+    def _close_by_interval(self, found: LayerBounds, boxes: Tensor, parts: Tensor) -> Tensor:
+        low, high = (part.flatten(1) for part in found.intervals[self._executor.graph.output])
+        owner = torch.searchsorted(boxes, self._problem.box_of[parts])
+        C, d = self._problem.C[parts], self._problem.d[parts]
+        lower = torch.einsum("prn,pn->pr", C.clamp(min=0), low[owner]) + torch.einsum(
+            "prn,pn->pr", C.clamp(max=0), high[owner]) - d
+        return parts[~self._problem.closed(lower, parts)]
+
+    # --- branch and bound ------------------------------------------------------------------------------------------------
+
+    def _search(self) -> str:
+        kind = self._settings.branching.kind
+        free = int((self._problem.boxes.upper > self._problem.boxes.lower).sum(1).max())
+        self._state.stats["free_inputs"] = free
+        splittable = len(self._executor.graph.nonlinear) > 0
+        if kind == "auto":
+            if self._settings.method == "beta-crown":
+                kind = "activation"
+            else:
+                kind = "input" if free <= INPUT_SPLIT_DIMS or not splittable else "activation"
+        fallback = self._settings.branching.kind == "auto" and self._settings.method == "auto"
+        if kind == "input":
+            reason = self._search_inputs(may_give_up=fallback and splittable)
+            if reason is not None:
+                return reason
+            self._progress.log("input splits make too little progress: going on with activation splits")
+        return self._search_activations()
+
+    def _search_inputs(self, *, may_give_up: bool) -> str | None:
+        """Input splits; None where they made too little progress and the rest should be tried otherwise."""
+        space = InputSpace(self._problem, self._options("crown"), clock=self._clock, confirm=self._confirm)
+        watch = _Watch(self._clock) if may_give_up else None
+        settings = self._settings.branching
+        batch = BatchSize(settings.batch or 64, self._budget.batch(settings.batch), fixed=bool(settings.batch))
+        result, pool = search(space, space.roots(self._state.open.cpu()), batch=batch, memory=self._budget.pool,
+                              clock=self._clock, progress=self._progress, pause=watch)
+        try:
+            self._note(result, "input")
+            if result.finished or result.witness is not None:
+                return self._conclude(result)
+            self._state.open = torch.unique(torch.cat([pool.pop(len(pool))["part"]])).to(self._state.open.device)
+            return None
+        finally:
+            pool.close()
+
+    def _search_activations(self) -> str:
+        options = self._options("alpha-crown")
+        reasons: list[str] = []
+        for boxes in torch.unique(self._problem.box_of[self._state.open]).split(1):
+            parts = self._state.open[self._problem.box_of[self._state.open] == boxes[0]]
+            reason = self._search_box(boxes, parts, options)
+            if self._state.witness is not None:
+                return ""
+            if reason:
+                reasons.append(reason)
+        if not reasons:
+            self._state.open = self._state.open[:0]
+        return "; ".join(sorted(set(reasons)))
+
+    def _search_box(self, boxes: Tensor, parts: Tensor, options: BoundOptions) -> str:
+        """Activation splits of the disjuncts of one box, after alpha-CROWN bounds of its layers."""
+        region = select(self._problem.boxes, boxes)
+        with torch.no_grad():
+            found = bound_layers(self._executor, region, options, clock=self._clock)
+            parts = self._close(found, boxes, parts, options)
+        if self._state.witness is not None or not len(parts):
+            return ""
+        self._progress.log(f"alpha-crown: {len(parts)} disjuncts open")
+        beta, settings = self._settings.beta, self._settings.branching
+        decider = LeafDecider(self._problem, region, self._confirm, self._clock)
+        space = ActivationSpace(
+            self._problem, region, found.boxes,
+            BetaOptions(beta.iterations, beta.lr_alpha, beta.lr_beta, settings.candidates),
+            clock=self._clock, confirm=self._confirm,
+            decide=decider if self._executor.graph.piecewise_linear else None)
+        roots = space.roots(parts, torch.zeros_like(parts))
+        rows = self._problem.rows_per_part
+        batch = BatchSize(settings.batch or 16, self._budget.batch(settings.batch, rows), fixed=bool(settings.batch))
+        result, pool = search(space, roots, batch=batch, memory=self._budget.pool, clock=self._clock,
+                              progress=self._progress)
+        pool.close()
+        self._note(result, "activation")
+        return self._conclude(result)
+
+    def _note(self, result: Search, kind: str) -> None:
+        stats = self._state.stats
+        for key in ("bounded", "closed", "batches", "spilled"):
+            stats[key] = stats.get(key, 0) + getattr(result, key)
+        stats["branching"] = kind
+        self._state.witness = result.witness
+
+    def _conclude(self, result: Search) -> str:
+        """Why a finished search decides nothing, or an empty string."""
+        if result.witness is not None:
+            return ""
+        if result.unresolved:
+            reasons = sorted(set(result.unresolved))
+            return f"{len(result.unresolved)} subproblems stay open: " + "; ".join(reasons[:3])
+        if result.finished and result.open == 0:
+            self._state.open = self._state.open[:0]
+            return ""
+        return "the search ended early"
+
+
+class _Watch:
+    """Says when input splits should be given up: after a while, hardly anything closes and the pool only grows."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._started = time.monotonic()
+        self._patience = 10.0 if math.isinf(clock.left) else max(2.0, 0.25 * clock.left)
+
+    def __call__(self, state: Search) -> bool:
+        late = time.monotonic() - self._started > self._patience
+        return late and state.bounded > 64 and state.closed < 0.1 * state.bounded
+
