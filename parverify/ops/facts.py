@@ -187,6 +187,11 @@ class Side:
         return self.facts.curvature.count(convex=not self.up)
 
     @property
+    def kinked(self) -> bool:
+        """True if the slope jumps up at an end of a convex piece."""
+        return self.up and self.facts.slope_concave is not None
+
+    @property
     def convex_everywhere(self) -> bool:
         """True if there is no concave piece."""
         return self.facts.curvature.count(convex=self.up) == 0

@@ -134,19 +134,32 @@ def _below(side: Side, l: Tensor, u: Tensor, floor: Tensor) -> Family:
         return _checked(*_chord(side, wide_l, wide_u, l.dtype), usable, floor)
     for end in (wide_l, wide_u):
         usable = usable & (side.f(end).abs() < HUGE) & (end.abs() < HUGE)
-    count = torch.zeros_like(wide_l)
-    for start, stop in side.pieces(wide_l, wide_u):
-        count = count + ((start < stop) | ((start == stop) & (wide_l == wide_u))).to(count.dtype)
+    single, several = _meets(side, wide_l, wide_u)
+    single, several = usable & single, usable & several
     slope, intercept = _chord(side, wide_l, wide_u, l.dtype)
-    if side.count() > 1:
-        several = usable & (count > 1)
+    if side.count() > 1 or side.kinked:
         hull = _masked(several, lambda a, b: _hull_slope(side, a, b), wide_l, wide_u).to(l.dtype)
         slope = torch.where(several, hull, slope)
         steps = _steps(l.dtype)
         exact = _masked(several, lambda a, b, k: _exact(side, k, a, b, steps), wide_l, wide_u, slope.double())
         intercept = torch.where(several, _round_down(exact, l.dtype), intercept)
     fixed = _checked(slope, intercept, usable, floor)
-    return _tangents(side, (l, u), (wide_l, wide_u), usable & (count == 1), (fixed, constant))
+    return _tangents(side, (l, u), (wide_l, wide_u), single, (fixed, constant))
+
+
+def _meets(side: Side, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool: tangents in one convex piece will do; the hull must be sampled.
+
+    The latter is so where several pieces meet the box, and where one does but an end of it is a kink, at which slopes
+    that no tangent has may be the best ones.
+    """
+    count, crossing = torch.zeros_like(l), torch.zeros_like(l, dtype=torch.bool)
+    for start, stop in side.pieces(l, u):
+        present = (start < stop) | ((start == stop) & (l == u))
+        count = count + present.to(count.dtype)
+        crossing = crossing | (present & ((start > l) | (stop < u)))
+    several = (count > 1) | (crossing if side.kinked else torch.zeros_like(crossing))
+    return (count == 1) & ~several, several
 
 
 def _steps(dtype: torch.dtype) -> int:
