@@ -133,11 +133,12 @@ class _Solution:
 
 
 @torch.no_grad()
+@np.errstate(all="ignore")  # what overflows proves nothing, see `_System.refutes`
 def decide_leaf(
     executor64: Executor,
     region: BoxRegion,
     boxes: Mapping[str, Box],
-    splits: Sequence[tuple[str, int, int]],
+    splits: Sequence[tuple[str, int, float]],
     rows: Dense,
     *,
     clock: Clock,
@@ -199,6 +200,7 @@ def _decide(system: _System, m: int, clock: Clock) -> LeafResult:
     return LeafResult(False, reason="the solver's certificate does not hold after rounding")
 
 
+@np.errstate(all="ignore")
 def certified_combination(
     A: Tensor | np.ndarray, constant: Tensor | np.ndarray, region: BoxRegion, *, clock: Clock | None = None
 ) -> float:
@@ -304,7 +306,7 @@ class _Leaf:
             largest[node.name] = torch.where(active, upper.clamp(min=0), 0.0)
         return _Leaf(executor, region, gates, _magnitudes(executor, region, largest))
 
-    def system(self, rows: Dense, splits: Iterable[tuple[str, int, int]]) -> _System:
+    def system(self, rows: Dense, splits: Iterable[tuple[str, int, float]]) -> _System:
         """Rows first, then the negated split constraints."""
         device, output = self.executor.device, self.executor.graph[self.executor.graph.output]
         A = rows.A.to(device, torch.float64).reshape(len(rows), *output.shape)
