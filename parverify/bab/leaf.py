@@ -120,7 +120,8 @@ class _Solution:
     """What the solver says, none of it trusted.
 
     Args:
-        weights: (k,) multipliers, clipped to >= 0 and normalized to sum 1 over all constraints; None without an answer.
+        weights: (k,) multipliers, clipped to >= 0 and normalized to sum 1 over all constraints; None where all are zero
+            or there is no answer.
         point: (n,) the minimizer, inside the box; None without an answer.
         infeasible: the solver found no answer other than for want of time.
         reason: why there is no answer.
@@ -190,9 +191,9 @@ def _decide(system: _System, m: int, clock: Clock) -> LeafResult:
             return LeafResult(True)
         reason = again.reason or f"no certificate that the splits contradict each other ({solution.reason})"
         return LeafResult(False, reason=reason)
-    if solution.weights is None or solution.point is None:
+    if solution.point is None:
         return LeafResult(False, reason=solution.reason)
-    if system.refutes(solution.weights):
+    if solution.weights is not None and system.refutes(solution.weights):
         return LeafResult(True)
     excess = (system.A @ solution.point + system.constant) / scale
     if bool((excess <= TOLERANCE).all()):
@@ -271,7 +272,7 @@ def _least_excess(system: _System, elastic: np.ndarray, scale: np.ndarray, clock
         return _Solution(reason="the solver returned numbers that are not finite")
     point = center.copy()
     point[wide] += radius[wide] * z
-    return _Solution(weights / total if total > 0 else weights, np.clip(point, system.lower, system.upper))
+    return _Solution(weights / total if total > 0 else None, np.clip(point, system.lower, system.upper))
 
 
 @dataclass(frozen=True)

@@ -314,21 +314,46 @@ def test_touching_is_not_closed() -> None:
     assert problem.decide([], [[1.0]], [1e-6]).closed
 
 
-def test_cancellation_inside_the_network_is_allowed_for() -> None:
-    """The coefficients on the input are tiny, but were made of large numbers that cancel."""
-    big = 2.0**40
-    module = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+class Branches(nn.Module):
+    """`left * x + sign * right * x + 1`: two branches that may cancel."""
+
+    def __init__(self, left: float, right: float, sign: int) -> None:
+        super().__init__()
+        self.left, self.right, self.sign = (nn.Linear(1, 1).double(), nn.Linear(1, 1).double(), sign)
+        with torch.no_grad():
+            for layer, weight, bias in ((self.left, left, 1.0), (self.right, right, 0.0)):
+                layer.weight.fill_(weight)
+                layer.bias.fill_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.left(x), self.right(x)
+        return left + right if self.sign > 0 else left - right
+
+
+BIG = 2.0**40  # times the allowance this is more than the output's margin of 1
+
+
+@pytest.mark.parametrize("big", [1.0, BIG])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_cancellation_between_branches_is_allowed_for(big: float, sign: int) -> None:
+    """The coefficient on the input is zero, but was made of large numbers that cancel."""
+    problem = Problem.of(Branches(big, -sign * big, sign), torch.ones(1), 2 * torch.ones(1))
+    assert problem.decide([], [[1.0]], [0.0]).closed == (big == 1)
+
+
+@pytest.mark.parametrize("big", [1.0, BIG])
+def test_cancellation_behind_a_relu_is_allowed_for(big: float) -> None:
+    """The large numbers meet before a ReLU whose own bounds are small."""
+    module = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1), nn.ReLU(), nn.Linear(1, 1)).double()
     with torch.no_grad():
-        module[0].weight.fill_(1.0)
-        module[0].bias.zero_()
-        module[1].weight.copy_(torch.tensor([[big, -big]]))
-        module[1].bias.fill_(1.0)
-    wide = nn.Sequential(module[0], nn.ReLU(), module[1])  # the ReLU keeps the layers from being folded into one
-    problem = Problem.of(wide, torch.ones(1), 2 * torch.ones(1))
-    assert not problem.decide([], [[1.0]], [0.0]).closed
-    with torch.no_grad():
-        module[1].weight.copy_(torch.tensor([[1.0, -1.0]]))
-    assert Problem.of(wide, torch.ones(1), 2 * torch.ones(1)).decide([], [[1.0]], [0.0]).closed
+        for layer, weight, bias in ((0, [[1.0], [1.0]], 0.0), (2, [[big, -big]], 1.0), (4, [[1.0]], 0.0)):
+            module[layer].weight.copy_(torch.tensor(weight))
+            module[layer].bias.fill_(bias)
+    problem = Problem.of(module, torch.ones(1), 2 * torch.ones(1))
+    middle = problem.executor.graph.bounded[1]
+    shape = problem.boxes[middle][0].shape
+    problem.boxes[middle] = (torch.full(shape, 0.5).double(), torch.full(shape, 2.0).double())
+    assert problem.decide([], [[1.0]], [0.0]).closed == (big == 1)
 
 
 def test_undecided_neurons_and_other_nonlinearities_stay_open() -> None:
@@ -528,14 +553,16 @@ def test_the_best_combination(seed: int, n: int, m: int) -> None:
     assert found <= (points @ A.T + c).max(1).min()
 
 
-def test_a_combination_survives_a_lying_solver(lie: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("weights", "expected"), [([3.0, 1.0], 0.15 - 0.5), ([1.0, 99.0], -0.8), ([0.0, 0.0], -0.8)])
+def test_a_combination_survives_a_lying_solver(lie: Callable[..., None], weights: list[float], expected: float) -> None:
     A, c = np.array([[1.0], [-1.0]]), np.array([0.2, 0.0])
 
     def change(answer: Any) -> None:
-        answer.ineqlin.marginals = np.array([-3.0, -1.0])
+        answer.ineqlin.marginals = -np.array(weights)
 
     lie(change)
-    assert certified_combination(A, c, box(1)) == pytest.approx(0.15 - 0.5, abs=1e-7)
+    # the bound of these weights or of the better row alone
+    assert certified_combination(A, c, box(1)) == pytest.approx(expected, abs=1e-7)
 
 
 def test_rows_in_single_precision_get_their_own_allowance() -> None:
