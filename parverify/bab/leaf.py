@@ -38,7 +38,7 @@ class LeafResult:
         closed: proved: no point of the leaf satisfies all rows (<= 0).
         point: (n_in,) float64, a point that satisfies rows and splits up to the solver's tolerance, or None. A
             candidate only: replay decides.
-        reason: why the leaf is not closed; empty where it is.
+        reason: why the leaf is neither closed nor has a point; empty otherwise.
     """
 
     closed: bool
@@ -197,7 +197,7 @@ def _decide(system: _System, m: int, clock: Clock) -> LeafResult:
         return LeafResult(True)
     excess = (system.A @ solution.point + system.constant) / scale
     if bool((excess <= TOLERANCE).all()):
-        return LeafResult(False, solution.point, "a point of the leaf satisfies all rows")
+        return LeafResult(False, solution.point)
     return LeafResult(False, reason="the solver's certificate does not hold after rounding")
 
 

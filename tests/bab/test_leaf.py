@@ -253,6 +253,7 @@ def test_splits_that_contradict_each_other() -> None:
     fine = problem.decide([(name, 0, 1), (name, 1, 1), (name, 2, -1)], *always)
     assert not fine.closed
     assert fine.point is not None
+    assert fine.reason == ""
     assert 0.5 - 1e-6 <= fine.point[0] <= 1
 
 
