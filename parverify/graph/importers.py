@@ -1,8 +1,8 @@
 """ATen operators → kernel nodes: the table, and the importers of affine operators.
 
-An importer receives the builder, the ATen overload, and its arguments with tensors replaced by graph values (at least one
-of them a `Var`). Operators that only move scalars around (slices, flips, pads, gathers, ...) need no importer of their
-own: they are run once on a tensor of positions, and the result *is* the index of an `index` node.
+An importer receives the builder, the ATen overload, and its arguments with tensors replaced by graph values (at least
+one of them a `Var`). Operators that only move scalars around (slices, flips, pads, gathers, ...) need no importer of
+their own: they are run once on a tensor of positions, and the result *is* the index of an `index` node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parverify.errors import ModelError
-from parverify.graph.builder import Builder, Value, Var
+from parverify.graph.builder import Builder, Value, Var, number
 from parverify.graph.ir import Const, derive
 
 Importer = Callable[[Builder, Any, Any, dict[str, Any]], Any]
@@ -52,13 +52,13 @@ def to_index(moved: Tensor) -> Tensor:
     return (moved.round().long() - 1).contiguous()
 
 
-# --- operators that move scalars ---------------------------------------------------------------------------------------
+# --- operators that move scalars ------------------------------------------------------------------------------------
 
 
 @importer("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "alias", "detach", "clone", "contiguous",
-          "lift_fresh", "lift_fresh_copy", "_reshape_alias", "positive", "real", "dropout", "feature_dropout", "identity",
+          "lift_fresh", "lift_fresh_copy", "positive", "real", "dropout", "feature_dropout", "identity",
           "slice", "select", "expand", "index_select", "flip", "repeat", "roll", "tril", "triu", "diagonal", "narrow",
-          "unfold", "as_strided", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
+          "unfold", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
           "replication_pad2d", "replication_pad3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
           "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "im2col",
           "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "rot90", "take", "gather", "index", "_pad_circular",
@@ -66,14 +66,33 @@ def to_index(moved: Tensor) -> Tensor:
           "squeeze_copy", "slice_copy", "select_copy", "permute_copy", "view_copy", "expand_copy", "embedding_renorm")
 def _move(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
     x = args[0]
-    if not isinstance(x, Var) or any(isinstance(value, Var) for value in _flat(args[1:])):
+    if not isinstance(x, Var) or any(isinstance(value, Var) for value in _flat([*args[1:], *kwargs.values()])):
         raise ModelError(f"{b.source}: {func} takes indices that depend on the input")
     name = func.overloadpacket.__name__
     if name in ("permute", "transpose", "t"):
         probe = func(torch.empty(tuple(range(2, 2 + len(x.shape))), device="meta"), *raw(args[1:]), **kwargs)
         return b.permute(x, [size - 2 for size in probe.shape])
-    moved = func(positions(x), *raw(args[1:]), **kwargs)
+    moved = func(positions(x), *raw(args[1:]), **{key: raw(value) for key, value in kwargs.items()})
     return b.index(x, to_index(moved))
+
+
+@importer("_reshape_alias")
+def _reshape_alias(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
+    return b.reshape(args[0], tuple(args[1]))  # the strides that follow say the same of the memory
+
+
+@importer("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+def _filled_like(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Const:
+    """Only shape and type of the operand matter, so the result is a constant."""
+    name = func.overloadpacket.__name__
+    if any(isinstance(value, Var) for value in args[1:]):
+        raise ModelError(f"{b.source}: {func} is filled with a value that depends on the input")
+    shape = _shape(args[0]) if name.endswith("like") else tuple(args[1])
+    values = {"zeros": 0.0, "ones": 1.0}
+    fill = next((value for key, value in values.items() if key in name), None)
+    if fill is None:
+        fill = raw(args[1 if name == "full_like" else 2])
+    return Const(torch.full(shape, float(fill), dtype=kwargs.get("dtype") or torch.float64))
 
 
 def _flat(arg: Any) -> list[Any]:
@@ -128,14 +147,13 @@ def _unsqueeze(b: Builder, value: Value, dim: int) -> Value:
 @importer("index_put", "scatter", "slice_scatter", "select_scatter", "diagonal_scatter", "masked_scatter", "copy")
 def _scatter(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
     """Overwriting scalars at constant places: positions of both operands are scattered alike."""
-    name = func.overloadpacket.__name__
+    name = func.overloadpacket.__name__.rstrip("_")
     at = {"index_put": 2, "scatter": 3}.get(name, 1)
     base, source = args[0], args[at] if len(args) > at else kwargs.get("src", kwargs.get("value"))
     accumulate = name == "index_put" and (args[3] if len(args) > 3 else kwargs.get("accumulate", False))
     if accumulate or kwargs.get("reduce") is not None:
         raise ModelError(f"{b.source}: {func} that accumulates is not supported")
-    if not isinstance(source, (Var, Const)):
-        source = Const(torch.tensor(float(source)))
+    source = operand(source)
     base_count, count = math.prod(_shape(base)), math.prod(_shape(source))
     marked = torch.arange(base_count, dtype=torch.float64).reshape(_shape(base)) + 1
     other = torch.arange(count, dtype=torch.float64).reshape(_shape(source)) + 1 + base_count
@@ -153,12 +171,12 @@ def _flatten(b: Builder, value: Value) -> Value:
     return b.reshape(value, (count,)) if isinstance(value, Var) else derive(torch.reshape, value, (count,))
 
 
-# --- arithmetic ----------------------------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------------------------
 
 
 def operand(value: Any) -> Value:
     """A number or a value as a value."""
-    return value if isinstance(value, (Var, Const)) else Const(torch.tensor(float(value)))
+    return value if isinstance(value, (Var, Const)) else number(value)
 
 
 @importer("add", "sub", "rsub", "subtract")
@@ -247,7 +265,7 @@ def _cumsum(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
     return b.permute(y, [last.index(i) for i in range(len(last))])
 
 
-# --- products with weights -----------------------------------------------------------------------------------------------
+# --- products with weights ------------------------------------------------------------------------------------------
 
 
 @importer("mm", "bmm", "matmul")
@@ -263,7 +281,9 @@ def _addmm(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
     if plain and isinstance(x, Var) and isinstance(y, Const) and y.value.dim() == 2:
         return b.linear(x, derive(torch.t, y), bias)
     product = b.matmul(x, y)
-    return b.add(b.scale(product, alpha), b.mul(bias, Const(torch.tensor(beta))))
+    if func.overloadpacket.__name__.rstrip("_") == "addbmm":
+        product = b.reduce_sum(product, [0])
+    return b.add(b.scale(product, alpha), b.mul(bias, number(beta)))
 
 
 @importer("linear")
@@ -277,12 +297,14 @@ def _linear(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
 
 @importer("mv", "dot", "addmv")
 def _matvec(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
-    name = func.overloadpacket.__name__
+    name = func.overloadpacket.__name__.rstrip("_")
     x, y = args[-2], args[-1]
     rows = _unsqueeze(b, x, 0) if name == "dot" else x
     product = b.matmul(rows, _unsqueeze(b, y, 1))
     flat = b.reshape(product, () if name == "dot" else (product.shape[0],))
-    return flat if name != "addmv" else b.add(args[0], flat)
+    if name != "addmv":
+        return flat
+    return b.add(b.scale(flat, kwargs.get("alpha", 1)), b.mul(args[0], number(kwargs.get("beta", 1))))
 
 
 @importer("convolution", "_convolution", "mkldnn_convolution", "conv1d", "conv2d", "conv3d")
@@ -291,8 +313,8 @@ def _convolution(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Va
     if not isinstance(x, Var) or not isinstance(weight, Const) or isinstance(bias, Var):
         raise ModelError(f"{b.source}: a convolution whose weight depends on the input is not supported")
     rank = weight.value.dim() - 2
-    settings = dict(stride=_tuple(stride, rank), padding=_tuple(padding, rank), dilation=_tuple(dilation, rank),
-                    transposed=bool(transposed), output_padding=_tuple(output_padding, rank), groups=int(groups))
+    settings = {"stride": _tuple(stride, rank), "padding": _tuple(padding, rank), "dilation": _tuple(dilation, rank),
+                    "transposed": bool(transposed), "output_padding": _tuple(output_padding, rank), "groups": int(groups)}
     probe = torch.ops.aten.convolution(
         torch.empty(x.shape, device="meta"), torch.empty(weight.value.shape, device="meta"), None, *settings.values())
     consts = {"weight": weight} | ({} if bias is None else {"bias": bias})
@@ -302,23 +324,6 @@ def _convolution(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Va
 def _tuple(value: Sequence[int], rank: int) -> tuple[int, ...]:
     value = tuple(int(item) for item in value)
     return value * rank if len(value) == 1 and rank > 1 else value
-
-
-@importer("native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "cudnn_batch_norm",
-          "_batch_norm_impl_index", "batch_norm")
-def _batch_norm(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    x, weight, bias, mean, variance = args[:5]
-    eps = [arg for arg in args[5:] if isinstance(arg, float)][-1]
-    if mean is None or variance is None:
-        raise ModelError(f"{b.source}: batch norm without running statistics depends on the batch")
-    shape = (-1, *[1] * (len(x.shape) - 2))
-    factor = derive(lambda v: torch.rsqrt(v + eps), variance)
-    if weight is not None:
-        factor = derive(torch.mul, factor, weight)
-    shift = derive(lambda m, f: -m * f, mean, factor)
-    if bias is not None:
-        shift = derive(torch.add, shift, bias)
-    return [b.scale(x, derive(torch.reshape, factor, shape), derive(torch.reshape, shift, shape)), None, None]
 
 
 @importer("avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",
@@ -333,7 +338,7 @@ def _resample(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value
     unit = torch.eye(size, dtype=torch.float64).reshape(1, size, *space)
     response = func(unit, *raw(args[1:]), **kwargs)[0]
     flat = b.reshape(x, (*x.shape[:-rank], size))
-    out = b.linear(flat, Const(response.reshape(size, -1).t().contiguous().to(torch.get_default_dtype())), None)
+    out = b.linear(flat, Const(response.reshape(size, -1).t().contiguous()), None)
     return b.reshape(out, (*x.shape[:-rank], *response.shape[1:]))
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from parverify.errors import ModelError
-from parverify.graph.builder import Builder, Value, Var
+from parverify.graph.builder import Builder, Value, Var, number
 from parverify.graph.importers import importer, operand, raw
-from parverify.graph.ir import Const
+from parverify.graph.ir import Const, derive
 from parverify.ops import activation as facts
 
 PAIRWISE_SOFTMAX_LIMIT = 64
@@ -62,18 +62,18 @@ def _gelu(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
 
 @importer("softplus")
 def _softplus(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
-    beta = float(args[1]) if len(args) > 1 else 1.0
-    return b.scale(b.activation(b.scale(args[0], beta), "softplus"), 1.0 / beta)
+    return b.activation(args[0], facts.softplus(*(float(arg) for arg in args[1:3])))
 
 
 @importer("elu", "selu", "celu")
 def _elu(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
     """scale * (relu(x) + alpha * (exp(min(input_scale * x, 0)) - 1)), which is elementwise and handled as one."""
     settings = [float(arg) for arg in args[1:]]
-    if func.overloadpacket.__name__ == "celu":
+    name = func.overloadpacket.__name__.rstrip("_")
+    if name == "celu":
         alpha = settings[0] if settings else 1.0
         return b.scale(b.activation(b.scale(args[0], 1 / alpha), facts.elu(1.0)), alpha)
-    if func.overloadpacket.__name__ == "selu":
+    if name == "selu":
         settings = [1.6732632423543772, 1.0507009873554805]
     alpha, scale, inner = (settings + [1.0, 1.0, 1.0][len(settings):])[:3]
     return b.scale(b.activation(b.scale(args[0], inner), facts.elu(alpha)) if inner == 1 else
@@ -81,7 +81,7 @@ def _elu(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
 
 
 def _general_elu(b: Builder, x: Var, alpha: float, inner: float) -> Value:
-    below = b.minimum(b.scale(x, inner), Const(torch.tensor(0.0)))
+    below = b.minimum(b.scale(x, inner), number(0.0))
     return b.add(b.relu(x), b.scale(b.activation(below, "exp"), alpha, -alpha))  # type: ignore[arg-type]
 
 
@@ -95,10 +95,10 @@ def _pow(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
     if isinstance(base, Var) and isinstance(exponent, (int, float)):
         return _power(b, base, float(exponent))
     if isinstance(exponent, Var) and not isinstance(base, Var):
-        value = base.value if isinstance(base, Const) else torch.tensor(float(base))
-        if not bool((value > 0).all()):
+        base = operand(base)
+        if not bool((base.value > 0).all()):
             raise ModelError(f"{b.source}: a power of a base that is not positive is not supported")
-        return b.activation(b.scale(exponent, Const(torch.log(value))), "exp")
+        return b.activation(b.scale(exponent, derive(torch.log, base)), "exp")
     raise ModelError(f"{b.source}: a power of two variables is not supported")
 
 
@@ -112,12 +112,12 @@ def _power(b: Builder, x: Var, exponent: float) -> Value:
     return b.activation(x, facts.power(exponent))
 
 
-# --- piecewise linear ------------------------------------------------------------------------------------------------------
+# --- piecewise linear -----------------------------------------------------------------------------------------------
 
 
 def _leaky(b: Builder, x: Var, slope: Const | float) -> Value:
     """slope * x + (1 - slope) * relu(x)."""
-    rest = Const(1 - slope.value) if isinstance(slope, Const) else 1.0 - slope
+    rest = derive(lambda v: 1 - v, slope) if isinstance(slope, Const) else 1.0 - slope
     kinked = b.relu(x)
     return b.add(b.scale(x, slope), b.scale(kinked, rest))  # type: ignore[arg-type]
 
@@ -131,7 +131,7 @@ def _leaky_relu(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Val
 def _prelu(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
     x, weight = args
     if isinstance(weight, Const) and weight.value.dim() == 1 and weight.value.numel() > 1:
-        weight = Const(weight.value.reshape(-1, *[1] * (len(x.shape) - 2)))
+        weight = derive(torch.reshape, weight, (-1, *[1] * (len(x.shape) - 2)))
     return _leaky(b, x, weight)
 
 
@@ -184,20 +184,19 @@ def _clamp(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
 
 
 def _clip(b: Builder, x: Value, low: Any, high: Any) -> Value:
-    """min(max(x, low), high), each as the ReLU that leaves a constant outside: low + relu(x - low), high - relu(high - x)."""
-    if low is not None and not _infinite(low):
+    """min(max(x, low), high) as ReLUs that leave a constant outside: low + relu(x - low), then high - relu(high - x)."""
+    if low is not None and not _infinite(low, -1.0):
         x = b.add(operand(low), b.relu(b.sub(x, operand(low))))
-    if high is not None and not _infinite(high):
+    if high is not None and not _infinite(high, 1.0):
         x = b.sub(operand(high), b.relu(b.sub(operand(high), x)))
     return x
 
 
-def _infinite(limit: Any) -> bool:
+def _infinite(limit: Any, sign: float) -> bool:
     """Whether a bound never binds: exporters write the largest float for "no bound"."""
     if isinstance(limit, Var):
         return False
-    value = limit.value if isinstance(limit, Const) else torch.tensor(float(limit))
-    return bool((value.abs() >= 1e30).all())
+    return bool((operand(limit).value * sign >= 1e30).all())
 
 
 @importer("hardsigmoid")
@@ -289,7 +288,7 @@ def _product_windows(x: Var, rank: int, axes: list[Tensor]) -> Tensor:
     return (windows + offsets).reshape(windows.shape[0], *x.shape[:-rank], *flat.shape[rank:]).contiguous()
 
 
-# --- softmax and norms -------------------------------------------------------------------------------------------------------
+# --- softmax and norms ----------------------------------------------------------------------------------------------
 
 
 @importer("_softmax", "softmax", "_safe_softmax")
@@ -297,18 +296,25 @@ def _softmax(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
     return softmax(b, args[0], int(args[1]))
 
 
-def softmax(b: Builder, x: Var, dim: int) -> Value:
-    """Softmax along `dim`: pairwise differences on short axes, else exp over its sum."""
+def softmax(b: Builder, x: Var, dim: int, keep: Tensor | None = None) -> Value:
+    """Softmax along `dim`: pairwise differences on short axes, else exp over its sum.
+
+    Args:
+        keep: bool, broadcasts to x; False where a score counts as minus infinity. Every sum must keep some.
+    """
     dim %= len(x.shape)
     size = x.shape[dim]
+    kept = None if keep is None else keep.expand(x.shape).to(torch.float64)
     if size > PAIRWISE_SOFTMAX_LIMIT:
         powers = b.activation(x, "exp")
+        powers = powers if kept is None else b.scale(powers, Const(kept))
         return b.divide(powers, b.reduce_sum(powers, [dim], True))
     this = b.reshape(x, (*x.shape[:dim], size, 1, *x.shape[dim + 1 :]))
     other = b.reshape(x, (*x.shape[:dim], 1, size, *x.shape[dim + 1 :]))
-    differences = b.sub(other, this)
-    total = b.reduce_sum(b.activation(differences, "exp"), [dim + 1])  # type: ignore[arg-type]
-    return b.activation(total, "reciprocal")
+    powers = b.activation(b.sub(other, this), "exp")  # type: ignore[arg-type]
+    powers = powers if kept is None else b.scale(powers, Const(kept.unsqueeze(dim)))
+    quotient = b.activation(b.reduce_sum(powers, [dim + 1]), "reciprocal")
+    return quotient if kept is None else b.scale(quotient, Const(kept))
 
 
 @importer("_log_softmax", "log_softmax", "logsumexp")
@@ -332,6 +338,33 @@ def _normalized(b: Builder, x: Var, dims: list[int], eps: float) -> Value:
     return b.mul(centred, b.activation(b.scale(variance, None, eps), "rsqrt"))
 
 
+@importer("native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "cudnn_batch_norm",
+          "_batch_norm_impl_index", "batch_norm")
+def _batch_norm(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """With running statistics a scale; with those of the instance (instance norm, or no running statistics) like layer
+    norm."""
+    given = _given(func, args, kwargs)
+    x, weight, bias, eps = given["input"], given.get("weight"), given.get("bias"), float(given["eps"])
+    mean, variance = given.get("running_mean"), given.get("running_var")
+    shape = (-1, *[1] * (len(x.shape) - 2))
+    if given.get("training") or mean is None or variance is None:
+        y = _normalized(b, x, [dim for dim in range(len(x.shape)) if dim != 1], eps)
+        y = y if weight is None else b.mul(y, derive(torch.reshape, weight, shape))
+        return [y if bias is None else b.add(y, derive(torch.reshape, bias, shape)), None, None]
+    factor = derive(lambda v: torch.rsqrt(v + eps), variance)
+    if weight is not None:
+        factor = derive(torch.mul, factor, weight)
+    shift = derive(lambda m, f: -m * f, mean, factor)
+    if bias is not None:
+        shift = derive(torch.add, shift, bias)
+    return [b.scale(x, derive(torch.reshape, factor, shape), derive(torch.reshape, shift, shape)), None, None]
+
+
+def _given(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of the operator's schema."""
+    return {argument.name: arg for argument, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
+
+
 @importer("native_layer_norm", "layer_norm")
 def _layer_norm(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     x, shape, weight, bias, eps = args[:5]
@@ -347,8 +380,8 @@ def _group_norm(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> lis
     grouped = b.reshape(x, (count, groups, x.numel // (count * groups)))
     y = b.reshape(_normalized(b, grouped, [2], float(eps)), x.shape)  # type: ignore[arg-type]
     shape = (1, channels, *[1] * (len(x.shape) - 2))
-    y = y if weight is None else b.mul(y, Const(weight.value.reshape(shape)))
-    return [y if bias is None else b.add(y, Const(bias.value.reshape(shape))), None, None]
+    y = y if weight is None else b.mul(y, derive(torch.reshape, weight, shape))
+    return [y if bias is None else b.add(y, derive(torch.reshape, bias, shape)), None, None]
 
 
 @importer("linalg_vector_norm", "norm")
@@ -365,22 +398,39 @@ def _norm(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
     raise ModelError(f"{b.source}: a norm of order {order} is not supported; allowed: 1 and 2")
 
 
+def _transposed(b: Builder, x: Value) -> Value:
+    """`x` with its last two dimensions exchanged."""
+    if isinstance(x, Const):
+        return derive(torch.transpose, x, -1, -2)
+    rank = len(x.shape)
+    return b.permute(x, (*range(rank - 2), rank - 1, rank - 2))
+
+
 @importer("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
           "_scaled_dot_product_efficient_attention", "_scaled_dot_product_attention_math", "scaled_dot_product_attention",
           "_fused_sdp_choice")
 def _attention(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket.__name__ == "_fused_sdp_choice":
         return None
+    given = _given(func, args, kwargs)
     query, key, value = args[:3]
-    mask = kwargs.get("attn_mask")
-    if any(arg is True for arg in args[3:]) or kwargs.get("is_causal"):
-        raise ModelError(f"{b.source}: causal attention is not supported", "pass the mask as a constant")
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    if given.get("enable_gqa") or given.get("dropout_p"):
+        raise ModelError(f"{b.source}: attention that is grouped or has dropout is not supported")
     width = (query.shape if isinstance(query, Var) else query.value.shape)[-1]
-    scale = kwargs.get("scale") or 1.0 / math.sqrt(width)
-    order = (*range(len(key.shape) - 2), len(key.shape) - 1, len(key.shape) - 2)
-    scores = b.scale(b.matmul(query, b.permute(key, order)), scale)
+    scale = 1.0 / math.sqrt(width) if given.get("scale") is None else float(given["scale"])
+    scores = b.matmul(query, _transposed(b, key))
+    scores = b.scale(scores, scale)
+    keep = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    if given.get("is_causal"):
+        keep = keep.tril()
+    if isinstance(mask, Const):
+        keep = keep & (mask.value if mask.value.dtype == torch.bool else mask.value != -torch.inf).cpu()
+        mask = None if mask.value.dtype == torch.bool else derive(lambda v: v.clamp(min=-1e30) * (v != -torch.inf), mask)
+    if not bool(keep.any(-1).all()):
+        raise ModelError(f"{b.source}: an attention mask that leaves nothing to attend to is not supported")
     if mask is not None:
         scores = b.add(scores, mask)  # type: ignore[assignment]
-    attended = b.matmul(softmax(b, scores, -1), value)
+    attended = b.matmul(softmax(b, scores, -1, None if bool(keep.all()) else keep), value)
     return attended if func.overloadpacket.__name__ == "scaled_dot_product_attention" else [attended, None, None, None]
 

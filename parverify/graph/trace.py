@@ -23,6 +23,9 @@ from parverify.graph.importers import IMPORTERS
 from parverify.graph.ir import BoundGraph, Const, prune
 from parverify.graph.simplify import simplify
 
+ALIASED = ("a tensor is used after another view of its memory was changed in place; "
+           "hint: use the out-of-place form of the operator")
+
 
 class _Recorder(TorchDispatchMode):
     """Follows every tensor by identity; `values` maps id(tensor) to what it is in the graph."""
@@ -32,8 +35,10 @@ class _Recorder(TorchDispatchMode):
         self.builder = builder
         self.values: dict[int, Value] = {}
         self.alive: list[Tensor] = []  # ids stay unique only while the tensors live
-        self.stale: set[int] = set()
+        self.refused: dict[int, str] = {}  # id(tensor) -> why the graph does not know its value
+        self.written: set[int] = set()  # memory that in-place operators put values of the input into
         self.unsupported: list[tuple[str, str]] = []
+        self._versions: dict[int, tuple[Tensor, int]] = {}
 
     def track(self, tensor: Tensor, value: Value) -> None:
         self.values[id(tensor)] = value
@@ -42,11 +47,11 @@ class _Recorder(TorchDispatchMode):
     def lift(self, arg: Any) -> Any:
         """Tensors in `arg` replaced by graph values."""
         if isinstance(arg, Tensor):
-            if id(arg) in self.stale:
-                raise ModelError(
-                    f"{self.builder.source}: a tensor is used after another view of its memory was changed in place",
-                    "use the out-of-place form of the operator",
-                )
+            why = self.refused.get(id(arg))
+            if why is None and id(arg) not in self.values and _memory(arg) in self.written:
+                why = ALIASED
+            if why is not None:
+                raise ModelError(f"{self.builder.source or 'the network'}: {why}")
             return self.values.get(id(arg), Const(arg))
         if isinstance(arg, (list, tuple)):
             return type(arg)(self.lift(item) for item in arg)
@@ -70,8 +75,10 @@ class _Recorder(TorchDispatchMode):
             return out
         with torch.no_grad():
             result = importer(self.builder, func, lifted, extra)
-        if name.endswith("_") and isinstance(out, Tensor) and out is args[0]:
-            self._overwrite(out)
+        self._versions.update({id(value.value): (value.value, _version(value.value)) for value in touched
+                               if isinstance(value, Const) and id(value.value) not in self._versions})
+        for tensor in _written(func, args, kwargs):
+            self._overwrite(tensor)
         self._bind(func, out, result)
         return out
 
@@ -82,18 +89,24 @@ class _Recorder(TorchDispatchMode):
         for position, tensor in enumerate(out if isinstance(out, (list, tuple)) else [out]):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
 
-                def run(*flat: Any, at: int = position, many: bool = isinstance(out, (list, tuple))) -> Tensor:
-                    result = func(*flat, **kwargs)
+                def run(flat: Any, names: Any, rest: Any, at: int = position,
+                        many: bool = isinstance(out, (list, tuple))) -> Tensor:
+                    result = func(*flat, **dict(zip(names, rest, strict=True)))
                     return result[at] if many else result
 
-                self.track(tensor, Const(tensor.detach(), run, tuple(args)))
+                recipe = (tuple(args), tuple(kwargs), tuple(kwargs.values()))
+                self.track(tensor, Const(tensor.detach(), run, recipe))
 
     def _bind(self, func: Any, out: Any, result: Any) -> None:
         outs = out if isinstance(out, (list, tuple)) else [out]
         results = result if isinstance(result, (list, tuple)) else [result]
         for tensor, value in zip(outs, results, strict=False):
-            if value is None or not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor):
                 continue
+            self.refused.pop(id(tensor), None)
+            if value is None:
+                # Nobody knows what it depends on: an error only if the output does depend on it.
+                value = self.builder.emit("opaque", [], tensor.shape, operator=str(func))
             shape = value.shape if isinstance(value, Var) else tuple(value.value.shape)
             if tuple(tensor.shape) != shape:
                 raise ModelError(f"{self.builder.source}: importer of {func} gives {shape}, not {tuple(tensor.shape)}")
@@ -101,10 +114,19 @@ class _Recorder(TorchDispatchMode):
 
     def _overwrite(self, tensor: Tensor) -> None:
         """After an in-place write, other tensors on the same memory no longer hold what the graph says."""
-        storage = tensor.untyped_storage().data_ptr()
-        for other in self.alive:
-            if other is not tensor and id(other) in self.values and other.untyped_storage().data_ptr() == storage:
-                self.stale.add(id(other))
+        storage = _memory(tensor)
+        self.written.add(storage)
+        for other in [tensor, *self.alive]:
+            if _memory(other) == storage:
+                self.refused[id(other)] = ALIASED  # `_bind` takes the written tensor itself back
+        self.alive.append(tensor)
+
+    def check_constants(self) -> None:
+        """Constants that the graph holds must still have the values that they were used with."""
+        for tensor, version in self._versions.values():
+            if _version(tensor) != version:
+                raise ModelError(f"a constant of shape {list(tensor.shape)} is changed in place after it was used",
+                                 "use the out-of-place form of the operator")
 
     def _miss(self, func: Any, out: Any) -> None:
         """Note an operator without importer, and go on so that all are found in one run."""
@@ -118,6 +140,24 @@ class _Recorder(TorchDispatchMode):
         for tensor in out if isinstance(out, (list, tuple)) else [out]:
             if isinstance(tensor, Tensor):
                 self.track(tensor, self.builder.emit("unsupported", [], tensor.shape))
+
+
+def _memory(tensor: Tensor) -> int:
+    """The memory behind a tensor, shared by its views."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator writes to."""
+    given = [*zip(func._schema.arguments, args, strict=False)]
+    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    return [value for argument, value in given
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)]
 
 
 def _values(arg: Any) -> Iterator[Value]:
@@ -160,14 +200,15 @@ def trace(module: nn.Module, input_shape: Sequence[int], *, dtype: torch.dtype |
         module: evaluated in eval mode; its mode is restored. It takes one tensor and returns one.
         input_shape: of one instance, the batch axis of 1 included if the network has one.
         dtype: of the input; default: that of the first floating parameter or buffer, else torch's default.
-        example: the point to run on, `input_shape`; default: 0.5 everywhere.
+        example: the point to run on, `input_shape`; default: 0.5 everywhere. The module is also run on a second point,
+            where graph and module must agree.
 
     Returns:
         The simplified graph.
 
     Raises:
         UnsupportedOperatorError: all operators that have no importer.
-        ModelError: control flow on values, several outputs, or an output that does not depend on the input.
+        ModelError: control flow on values, several outputs, or memory that is written to and read in another way.
     """
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     dtype = dtype or (tensors[0].dtype if tensors else torch.get_default_dtype())
@@ -179,27 +220,67 @@ def trace(module: nn.Module, input_shape: Sequence[int], *, dtype: torch.dtype |
     for parameter in module.parameters():
         recorder.track(parameter, Const(parameter))
     recorder.track(point, builder.input)
-    training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     fastpath = torch.backends.mha.get_fastpath_enabled()
     module.eval()
     torch.backends.mha.set_fastpath_enabled(False)  # its fused kernel hides the operators
     try:
         with torch.no_grad(), _named(module, builder), recorder:
             out = module(point)
+        if recorder.unsupported:
+            raise UnsupportedOperatorError(recorder.unsupported)
+        with torch.no_grad():
+            second = torch.rand(point.shape, generator=torch.Generator().manual_seed(0)).to(point)
+            expected = module(second.clone())  # a module may write to its input
     finally:
-        module.train(training)
+        for part, training in modes:
+            part.training = training
         torch.backends.mha.set_fastpath_enabled(fastpath)
-    if recorder.unsupported:
-        raise UnsupportedOperatorError(recorder.unsupported)
+    recorder.check_constants()
     if isinstance(out, (list, tuple)) and len(out) == 1:
         out = out[0]
     if not isinstance(out, Tensor):
         raise ModelError(f"the network must return one tensor, not {type(out).__name__}")
-    value = recorder.values.get(id(out))
-    if value is None or isinstance(value, Const):
+    value = recorder.lift(out)
+    if isinstance(value, Const):
         # A constant output is still a network: zero times the input plus the constant.
-        value = builder.add(_constant_zero(builder, out.numel(), out.shape), value or Const(out.detach()))
-    return simplify(prune(builder.finish(value)))
+        value = builder.add(_constant_zero(builder, out.numel(), out.shape), value)
+    graph = prune(builder.finish(value))
+    for node in graph:
+        if node.op == "opaque":
+            raise ModelError(f"{node.source}: the output depends on a secondary result of {node.attrs['operator']}, such "
+                             "as indices or statistics, which bounds can't follow")
+    return _compared(simplify(graph), second, expected)
+
+
+TOLERANCE = 1e-3  # of the largest output; rounding stays far below it
+
+
+def _compared(graph: BoundGraph, point: Tensor, expected: Any) -> BoundGraph:
+    """The graph itself, unless it differs from the module at a point other than the one it was recorded on.
+
+    What leaves torch and comes back (lists, numpy) is not recorded and would be a constant of the graph.
+
+    Raises:
+        ModelError: it does.
+    """
+    from parverify.program.executor import Executor
+
+    if any(node.op == "act" and node.attrs["activation"].name in ("sign", "floor", "ceil", "round") for node in graph):
+        return graph  # rounding may decide on which side of a jump a value is
+    expected = expected[0] if isinstance(expected, (list, tuple)) else expected
+    with torch.no_grad():
+        out = Executor(graph, dtype=point.dtype, device=point.device).evaluate(point[None])[0]
+    if out.shape != expected.shape:
+        raise ModelError(f"the shape of the network's output depends on the values of its input: {list(out.shape)} and "
+                         f"{list(expected.shape)}")
+    known = out.isfinite() & expected.isfinite()
+    difference = torch.where(known, out - expected, 0.0).abs()
+    scale = torch.where(known, expected, 0.0).abs()
+    if difference.numel() and bool(difference.max() > TOLERANCE * scale.max() + 1e-6):
+        raise ModelError(f"the recorded graph differs from the module by {float(difference.max()):.3g} at a second point",
+                         "the output must follow from the input by tensor operators only")
+    return graph
 
 
 def _constant_zero(builder: Builder, numel: int, shape: Sequence[int]) -> Var:
