@@ -71,6 +71,9 @@ def _evaluate(executor: Executor, region: Region, crown: LayerBounds, rows: dict
     wanted = set(graph.bounded)
     kept = dict(best)
     for node in graph.nodes:
+        if node.op in ("act", "mul"):
+            made = relax(node, [boxes[name] for name in node.inputs])
+            relaxed[node.name] = _same_free(made, crown.relaxed[node.name])
         if node.name in wanted:
             low, high = (part.flatten(1) for part in crown.boxes[node.name])
             if node.name in rows:
@@ -83,9 +86,6 @@ def _evaluate(executor: Executor, region: Region, crown: LayerBounds, rows: dict
             shape = crown.boxes[node.name][0].shape
             boxes[node.name] = (low.reshape(shape), high.reshape(shape))
             kept[node.name] = meet(best[node.name], (boxes[node.name][0].detach(), boxes[node.name][1].detach()))
-        if node.op in ("act", "mul"):
-            made = relax(node, [boxes[name] for name in node.inputs])
-            relaxed[node.name] = _same_free(made, crown.relaxed[node.name])
     return executor.sweep(graph.output, rows[graph.output], relaxed, region, alphas=alphas[graph.output]).lower, kept
 
 

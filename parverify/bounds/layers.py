@@ -93,6 +93,8 @@ def bound_layers(executor: Executor, region: Region, options: BoundOptions, *, k
     for node in graph.nodes:
         if node.op != "input":
             found.intervals[node.name] = executor.interval(node, [found.intervals[name] for name in node.inputs])
+        if node.op in ("act", "mul"):
+            found.relaxed[node.name] = relax(node, [found.boxes[name] for name in node.inputs])
         if node.name in wanted:
             box = found.intervals[node.name]
             if known is not None and node.name in known:
@@ -100,8 +102,6 @@ def bound_layers(executor: Executor, region: Region, options: BoundOptions, *, k
             if options.backward and not interval_is_exact(graph, node.name, region):
                 box = refine(executor, node, box, found, region, options, clock)
             found.intervals[node.name] = found.boxes[node.name] = box
-        if node.op in ("act", "mul"):
-            found.relaxed[node.name] = relax(node, [found.boxes[name] for name in node.inputs])
     return found
 
 

@@ -1,0 +1,160 @@
+"""Bounds of random networks: soundness by sampling, and what must not change them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from parverify.bounds.alpha import AlphaOptions
+from parverify.bounds.layers import BoundOptions, bound_layers
+from parverify.bounds.region import BoxRegion, select
+from parverify.graph.ir import BoundGraph, Const
+from parverify.ops.kernel import Box
+from parverify.program.executor import Executor
+from tests.bounds.zoo import METHODS, NETWORKS, bounded, check_sound, made, random_box
+
+FEW = AlphaOptions(iterations=3)
+WIDTHS = (0.0, 1e-6, 1e-2, 0.3, 3.0, 100.0, 1e6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_with_every_method(name: str, method: str) -> None:
+    graph = made(name)
+    for width in (0.0, 0.2, 2.0):
+        region = random_box(graph, 2, width, 3, torch.float64)
+        check_sound(graph, region, BoundOptions(method, FEW), torch.float64, 600)
+        region = random_box(graph, 2, width, 3, torch.float32)
+        check_sound(graph, region, BoundOptions(method, FEW), torch.float32, 600)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(NETWORKS)), st.integers(0, 10**6), st.sampled_from(WIDTHS), st.integers(1, 3),
+       st.sampled_from([torch.float32, torch.float64]),
+       st.builds(BoundOptions, method=st.sampled_from(METHODS), alpha=st.just(FEW), tile=st.sampled_from([1, 3, 512]),
+                 intersect=st.booleans()))  # fmt: skip
+def test_sound_everywhere(name: str, seed: int, width: float, domains: int, dtype: torch.dtype,
+                          options: BoundOptions) -> None:
+    graph = made(name, seed)
+    check_sound(graph, random_box(graph, domains, width, seed + 1, dtype), options, dtype)
+
+
+def close(one: Box, other: Box, tolerance: float = 1e-9) -> None:
+    """Equal up to `tolerance` of the largest finite bound; infinities alike."""
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a.isinf(), b.isinf())
+        a, b = a.nan_to_num(posinf=0, neginf=0), b.nan_to_num(posinf=0, neginf=0)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.abs().max())))
+
+
+def everything(graph: BoundGraph, region: BoxRegion, options: BoundOptions) -> dict[str, Box]:
+    found, output = bounded(Executor(graph, dtype=torch.float64), region, options)
+    return found.boxes | {"output bounds": output}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_neither_tiles_nor_batches_change_bounds(name: str, method: str) -> None:
+    graph = made(name, 1)
+    region = random_box(graph, 3, 0.3, 4, torch.float64)
+    options = BoundOptions(method, FEW)
+    whole = everything(graph, region, options)
+    for tile in (1, 3):
+        for key, box in everything(graph, region, replace(options, tile=tile)).items():
+            close(box, whole[key], 1e-7)
+    for domain in range(3):
+        alone = everything(graph, select(region, torch.tensor([domain])), options)
+        for key, box in alone.items():
+            close(box, (whole[key][0][domain : domain + 1], whole[key][1][domain : domain + 1]), 1e-7)
+
+
+def looseness(boxes: dict[str, Box], name: str) -> Tensor:
+    low, high = boxes[name]
+    return (high - low).flatten()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_methods_are_ordered_by_tightness(name: str) -> None:
+    """Boxes that are intersected with intervals are never wider than those; wider means by more than rounding."""
+    graph = made(name, 2)
+    region = random_box(graph, 1, 0.5, 5, torch.float64)
+    ibp, crown, alpha = (everything(graph, region, BoundOptions(m, FEW)) for m in ("ibp", "crown", "alpha-crown"))
+    for key in graph.bounded:
+        for box in (crown[key], alpha[key]):
+            assert (box[0] >= ibp[key][0] - 1e-9 * (1 + ibp[key][0].abs())).all()
+            assert (box[1] <= ibp[key][1] + 1e-9 * (1 + ibp[key][1].abs())).all()
+    first = next((key for key in graph.bounded if not torch.equal(crown[key][0], ibp[key][0])), None)
+    if first is not None:
+        assert (looseness(alpha, first) <= looseness(crown, first) + 1e-9).all()
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "convolutional", "leaky_relu", "max", "clip", "tanh"])
+def test_intersection_helps(name: str) -> None:
+    graph = made(name, 3)
+    region = random_box(graph, 1, 0.5, 6, torch.float64)
+    plain = everything(graph, region, BoundOptions("crown", intersect=False))
+    met = everything(graph, region, BoundOptions("crown"))
+    for key in graph.bounded:
+        assert looseness(met, key).sum() <= looseness(plain, key).sum() * (1 + 1e-9)
+    assert looseness(met, "output bounds").sum() <= looseness(plain, "output bounds").sum() * (1 + 1e-9)
+
+
+def test_known_boxes_are_used() -> None:
+    graph = made("mlp", 4)
+    region = random_box(graph, 1, 0.5, 7, torch.float64)
+    executor = Executor(graph, dtype=torch.float64)
+    name = graph.bounded[1]
+    with torch.no_grad():
+        free = bound_layers(executor, region, BoundOptions())
+        low, high = free.boxes[name]
+        middle = (low + high) / 2
+        known = bound_layers(executor, region, BoundOptions(), known={name: (middle, high)})
+    assert torch.equal(known.boxes[name][0], torch.maximum(middle, known.boxes[name][0]))
+    assert (known.boxes[name][0] >= middle).all()
+    assert (known.boxes[name][1] <= high + 1e-12).all()
+
+
+@pytest.mark.parametrize("intersect", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["mlp", "convolutional", "residual", "tanh", "product", "softmax", "exp", "upward"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_bad_weights_prove_nothing(name: str, method: str, bad: float, intersect: bool) -> None:
+    """No bound of what depends on a weight that is no number is a finite one, whichever weight it is."""
+    graph = made(name)
+    options = BoundOptions(method, FEW, intersect=intersect)
+    region = random_box(graph, 2, 0.3, 3, torch.float32)
+    for key, const in graph.constants.items():
+        if not const.value.numel():
+            continue
+        value = const.value.clone()
+        value.view(-1)[:] = bad
+        broken = replace(graph, constants={**graph.constants, key: Const(value)})
+        _, (low, high) = bounded(Executor(broken), region, options)
+        inside = Executor(broken, dtype=torch.float64).evaluate(region.lower.double())
+        # A finite bound is allowed only where float64 shows that the value is a number and within it.
+        for side, ok in ((low, low <= inside), (high, high >= inside)):
+            assert (~side.isfinite() | (ok & inside.isfinite())).all(), key
+        assert not (low == torch.inf).any()
+        assert not (high == -torch.inf).any()
+        assert not low.isnan().any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("width", [float("inf"), 3e38])
+def test_unbounded_inputs_prove_nothing_wrong(method: str, width: float) -> None:
+    for name in ("mlp", "residual", "sigmoid", "product", "square", "softmax", "division", "sin"):
+        graph = made(name)
+        high = torch.full((1, graph.input.numel), width)
+        low = torch.full((1, graph.input.numel), -1.0)
+        _, (lower, upper) = bounded(Executor(graph), BoxRegion(low, high), BoundOptions(method, FEW))
+        points = torch.tensor([-1.0, 0.0, 1.0, 10.0, 100.0]).double()[:, None].expand(-1, graph.input.numel)
+        inside = Executor(graph, dtype=torch.float64).evaluate(points)
+        assert not lower.isnan().any()
+        assert not upper.isnan().any()
+        assert ((lower <= inside) | ~inside.isfinite()).all(), name
+        assert ((upper >= inside) | ~inside.isfinite()).all(), name
