@@ -1,9 +1,9 @@
-"""What every operator of the table is written with: one node's facts, and the row of the table.
+"""What each of our operators is written with: one node's facts, and the row of the table.
 
-An operator is a function of a `Call` (attributes, operator set, constant inputs) and of its input tensors. It is plain
+An operator is a function of a `Call` (attributes, version, constant inputs) and of its input tensors. It is plain
 torch: no in-place writes, nothing read back from tensors that depend on the network's input, and control flow on
 shapes only, so that one run records all that the network does. Differences between operator-set versions are settled
-inside the function, because rewriting a model to another version may change or refuse it.
+inside the function, for models that onnx's own converter can't raise to a newer one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ class Call:
     """One node of the model, as its operator's function sees it.
 
     Args:
-        name: the node's name, or that of its first output where the file gives none.
+        name: the node's name in the module.
         op: the operator.
-        opset: version of the operator set of its domain that the file imports.
-        attributes: attributes by name; text is str, tensors are torch tensors.
+        opset: the operator set that this version of the operator came with.
+        attributes: attributes by name, as plain values.
+        inputs: names of the values that it reads, '' where absent.
+        shapes: of the inputs, None where not known.
+        constant: positions of the constant inputs.
         static: constant inputs by position, those that the table asks for as values.
         numbers: the same, flat, as Python numbers, so that a run reads nothing back from tensors.
         n_outputs: how many outputs the node declares.
@@ -35,6 +38,9 @@ class Call:
     op: str
     opset: int
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
+    constant: frozenset[int] = frozenset()
     static: Mapping[int, torch.Tensor] = field(default_factory=dict)
     numbers: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     n_outputs: int = 1
@@ -58,6 +64,13 @@ class Call:
             return self.numbers[position][0]
         return self.attributes.get(name, default)
 
+    @property
+    def rank(self) -> int:
+        """Number of axes of the first input."""
+        if not self.shapes or self.shapes[0] is None:
+            self.refuse("the shape of its input can't be inferred")
+        return len(self.shapes[0])
+
     def refuse(self, what: str) -> NoReturn:
         """Raise `ModelError` that names this node."""
         raise ModelError(f"node {self.name} ({self.op}): {what}")
@@ -74,13 +87,13 @@ class Operator:
         function: called with a `Call` and one tensor (or None) an input; static inputs are None.
         static: positions of inputs that must be constant, handed over in `Call.static`.
         inline: positions of inputs that are handed over in `Call.static` where they are constant.
-        shape_only: the result depends on the shapes of the inputs alone, so it is a constant.
+        theirs: whether onnx2torch's converter serves for a node; ours is used where it doesn't. Never by default.
     """
 
     function: Callable[..., Result]
     static: tuple[int, ...] = ()
     inline: tuple[int, ...] = ()
-    shape_only: bool = False
+    theirs: Callable[[Call], bool] = lambda call: False
 
 
 def axis_of(axis: int, rank: int) -> int:

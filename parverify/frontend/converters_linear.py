@@ -1,40 +1,13 @@
-"""Matrix products, normalizations, softmax and reductions."""
+"""Normalizations and cumulative sums."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from parverify.frontend.converters_common import Call, Operator, along, axis_of
-
-
-def _matmul(call: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    # torch squeezes the product with a vector in place; written out, no step does.
-    if b.dim() == 1:
-        return torch.matmul(a if a.dim() > 1 else a.unsqueeze(0), b.unsqueeze(1)).reshape(a.shape[:-1])
-    if a.dim() == 1:
-        return torch.matmul(a.unsqueeze(0), b).reshape(b.shape[:-2] + b.shape[-1:])
-    return torch.matmul(a, b)
-
-
-def _gemm(call: Call, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
-    alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
-    a = a.transpose(0, 1) if call.get("transA", 0) else a
-    if alpha == 1 and beta == 1 and (c is None or c.dim() == 1):
-        return F.linear(a, b if call.get("transB", 0) else b.transpose(0, 1), c)
-    product = torch.matmul(a, b.transpose(0, 1) if call.get("transB", 0) else b)
-    product = product if alpha == 1 else product * alpha
-    if c is None or beta == 0:
-        return product
-    return product + (c if beta == 1 else c * beta)
-
-
-def _einsum(call: Call, *inputs: torch.Tensor) -> torch.Tensor:
-    return torch.einsum(call.get("equation"), *inputs)
 
 
 def _along_channels(parameter: torch.Tensor, rank: int) -> torch.Tensor:
@@ -56,23 +29,31 @@ def _batch_normalization(
     return x * _along_channels(factor, x.dim()) + _along_channels(shift, x.dim())
 
 
-def _standardize(x: torch.Tensor, axes: tuple[int, ...], epsilon: float) -> torch.Tensor:
-    centered = x - x.mean(dim=axes, keepdim=True)
-    variance = (centered * centered).mean(dim=axes, keepdim=True)
-    return centered / torch.sqrt(variance + epsilon)
-
-
-def _instance_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    plain = _standardize(x, tuple(range(2, x.dim())), call.get("epsilon", 1e-5))
-    return plain * _along_channels(scale, x.dim()) + _along_channels(bias, x.dim())
+def _has_fixed_statistics(call: Call) -> bool:
+    """onnx2torch has modules for constant parameters and up to three spatial axes, and no eye for the training mode."""
+    ranks = (2, 3, 4, 5)
+    return not call.get("training_mode", 0) and call.constant == {1, 2, 3, 4} and len(call.shapes[0] or ()) in ranks
 
 
 def _layer_normalization(
     call: Call, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    axes = tuple(range(axis_of(call.get("axis", -1), x.dim()), x.dim()))
-    y = _standardize(x, axes, call.get("epsilon", 1e-5)) * scale
-    return y if bias is None else y + bias
+    shape = x.shape[axis_of(call.get("axis", -1), x.dim()) :]
+    bias = None if bias is None else bias.expand(shape)
+    return F.layer_norm(x, shape, scale.expand(shape), bias, call.get("epsilon", 1e-5))
+
+
+def _has_whole_parameters(call: Call) -> bool:
+    """onnx2torch reads parameters in the shape of what is normalized, and makes up a missing bias in float32."""
+    shape = call.shapes[0] or ()
+    wanted = shape[axis_of(call.get("axis", -1), len(shape)) :]
+    return call.constant == {1, 2} and call.shapes[1] == call.shapes[2] == wanted
+
+
+def _standardize(x: torch.Tensor, axes: tuple[int, ...], epsilon: float) -> torch.Tensor:
+    centered = x - x.mean(dim=axes, keepdim=True)
+    variance = (centered * centered).mean(dim=axes, keepdim=True)
+    return centered / torch.sqrt(variance + epsilon)
 
 
 def _group_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -106,50 +87,6 @@ def _local_response(call: Call, x: torch.Tensor) -> torch.Tensor:
     return x / torch.pow(call.get("bias", 1.0) + call.get("alpha", 1e-4) / size * total, call.get("beta", 0.75))
 
 
-def _softmax_like(function: Callable[..., torch.Tensor]) -> Operator:
-    def apply(call: Call, x: torch.Tensor) -> torch.Tensor:
-        axis = axis_of(call.get("axis", 1 if call.opset < 13 else -1), x.dim())
-        if call.opset >= 13 or axis == x.dim() - 1:
-            return function(x, dim=axis)
-        # Before version 13 everything from `axis` on was one distribution.
-        return function(x.reshape(math.prod(x.shape[:axis]), -1), dim=1).reshape(x.shape)
-
-    return Operator(apply)
-
-
-def _reduction(
-    function: Callable[[torch.Tensor, list[int], bool], torch.Tensor],
-    alone: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> Operator:
-    """A reduction; `alone` is what it does to an entry where no axis is reduced, nothing by default."""
-
-    def apply(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
-        axes = call.ints("axes", 1)
-        if not axes:
-            if call.get("noop_with_empty_axes", 0):
-                return x if alone is None else alone(x)
-            axes = list(range(x.dim()))
-        return function(x, [axis_of(axis, x.dim()) for axis in axes], bool(call.get("keepdims", 1)))
-
-    return Operator(apply, static=(1,))
-
-
-def _product(x: torch.Tensor, axes: list[int], keepdim: bool) -> torch.Tensor:
-    for axis in sorted(axes, reverse=True):
-        x = x.prod(dim=axis, keepdim=keepdim)
-    return x
-
-
-def _extreme_index(function: Callable[..., torch.Tensor]) -> Operator:
-    def apply(call: Call, x: torch.Tensor) -> torch.Tensor:
-        axis, keepdim = axis_of(call.get("axis", 0), x.dim()), bool(call.get("keepdims", 1))
-        if call.get("select_last_index", 0):
-            return x.shape[axis] - 1 - function(x.flip(axis), dim=axis, keepdim=keepdim)
-        return function(x, dim=axis, keepdim=keepdim)
-
-    return Operator(apply)
-
-
 def _cumulative_sum(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
     axis, backward = axis_of(int(call.number("axis", 1)), x.dim()), bool(call.get("reverse", 0))
     x = x.flip(axis) if backward else x
@@ -161,29 +98,11 @@ def _cumulative_sum(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
 
 
 LINEAR: dict[str, Operator] = {
-    "MatMul": Operator(_matmul),
-    "Gemm": Operator(_gemm),
-    "Einsum": Operator(_einsum),
-    "BatchNormalization": Operator(_batch_normalization),
-    "InstanceNormalization": Operator(_instance_normalization),
-    "LayerNormalization": Operator(_layer_normalization),
+    "BatchNormalization": Operator(_batch_normalization, theirs=_has_fixed_statistics),
+    "LayerNormalization": Operator(_layer_normalization, theirs=_has_whole_parameters),
     "GroupNormalization": Operator(_group_normalization),
     "RMSNormalization": Operator(_rms_normalization),
     "LpNormalization": Operator(_lp_normalization),
-    "LRN": Operator(_local_response),
-    "Softmax": _softmax_like(torch.softmax),
-    "LogSoftmax": _softmax_like(torch.log_softmax),
-    "ReduceSum": _reduction(lambda x, axes, keep: x.sum(dim=axes, keepdim=keep)),
-    "ReduceMean": _reduction(lambda x, axes, keep: x.mean(dim=axes, keepdim=keep)),
-    "ReduceMax": _reduction(lambda x, axes, keep: x.amax(dim=axes, keepdim=keep)),
-    "ReduceMin": _reduction(lambda x, axes, keep: x.amin(dim=axes, keepdim=keep)),
-    "ReduceProd": _reduction(_product),
-    "ReduceL1": _reduction(lambda x, axes, keep: x.abs().sum(dim=axes, keepdim=keep), torch.abs),
-    "ReduceL2": _reduction(lambda x, axes, keep: torch.sqrt((x * x).sum(dim=axes, keepdim=keep)), torch.abs),
-    "ReduceSumSquare": _reduction(lambda x, axes, keep: (x * x).sum(dim=axes, keepdim=keep), lambda x: x * x),
-    "ReduceLogSum": _reduction(lambda x, axes, keep: torch.log(x.sum(dim=axes, keepdim=keep)), torch.log),
-    "ReduceLogSumExp": _reduction(lambda x, axes, keep: torch.logsumexp(x, dim=axes, keepdim=keep)),
-    "ArgMax": _extreme_index(torch.argmax),
-    "ArgMin": _extreme_index(torch.argmin),
+    "LRN": Operator(_local_response, theirs=lambda call: call.get("size") % 2 == 1),
     "CumSum": Operator(_cumulative_sum, static=(1,)),
 }

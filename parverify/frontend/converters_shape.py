@@ -22,41 +22,6 @@ def _flatten(call: Call, x: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
-def _squeeze(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
-    axes = call.ints("axes", 1)
-    chosen = {axis_of(axis, x.dim()) for axis in axes} if axes is not None else set(range(x.dim()))
-    if axes is not None and any(x.shape[axis] != 1 for axis in chosen):
-        call.refuse(f"can't squeeze axes {axes} of shape {tuple(x.shape)}; allowed are axes of size 1")
-    return x.reshape([size for axis, size in enumerate(x.shape) if axis not in chosen or size != 1])
-
-
-def _unsqueeze(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
-    axes = call.ints("axes", 1) or []
-    rank = x.dim() + len(axes)
-    new = {axis_of(axis, rank) for axis in axes}
-    sizes = iter(x.shape)
-    return x.reshape([1 if axis in new else next(sizes) for axis in range(rank)])
-
-
-def _transpose(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return x.permute(call.ints("perm") or list(range(x.dim()))[::-1])
-
-
-def _concat(call: Call, *inputs: torch.Tensor) -> torch.Tensor:
-    return torch.cat(inputs, dim=call.get("axis", 1))
-
-
-def _split(call: Call, x: torch.Tensor, *_: None) -> tuple[torch.Tensor, ...]:
-    axis = axis_of(call.get("axis", 0), x.dim())
-    sizes = call.ints("split", 1)
-    if sizes is None:
-        parts = call.get("num_outputs", call.n_outputs)
-        step = -(-x.shape[axis] // parts)
-        sizes = [max(0, min(step, x.shape[axis] - k * step)) for k in range(parts)]
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return tuple(x.narrow(axis, start, size) for start, size in zip(starts, sizes, strict=True))
-
-
 def _slice(
     call: Call, x: torch.Tensor, starts: torch.Tensor | None = None, ends: torch.Tensor | None = None, *_: None
 ) -> torch.Tensor:
@@ -92,17 +57,6 @@ def _indices(call: Call, indices: torch.Tensor | None, x: torch.Tensor, size: in
     """Indices counted from the front, as int64 on the device of x."""
     index = (call.static[1] if indices is None else indices).to(device=x.device, dtype=torch.int64)
     return torch.where(index < 0, index + size, index)
-
-
-def _gather(call: Call, x: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
-    axis = axis_of(call.get("axis", 0), x.dim())
-    if indices is None and call.static[1].dim() == 0:
-        return x.select(axis, int(call.number("indices", 1)))
-    if indices is None and call.static[1].dim() == 1:
-        return take(x, axis, [k + x.shape[axis] if k < 0 else k for k in call.ints("indices", 1) or []])
-    index = _indices(call, indices, x, x.shape[axis])
-    shape = x.shape[:axis] + index.shape + x.shape[axis + 1 :]
-    return x.index_select(axis, index.reshape(-1)).reshape(shape)
 
 
 def _gather_elements(call: Call, x: torch.Tensor, indices: torch.Tensor | None = None) -> torch.Tensor:
@@ -173,15 +127,6 @@ def _pad_index(call: Call, position: int, size: int, mode: str) -> int:
     return position if position < size else period - position
 
 
-def _expand(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, torch.Size(call.ints("shape", 1) or [])))
-
-
-def _tile(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
-    repeats = call.ints("repeats", 1) or []
-    return x if all(count == 1 for count in repeats) else x.repeat(repeats)
-
-
 def _depth_to_space(call: Call, x: torch.Tensor) -> torch.Tensor:
     n, c, h, w = x.shape
     b = call.get("blocksize")
@@ -203,26 +148,6 @@ def _trilu(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
     return torch.triu(x, k) if call.get("upper", 1) else torch.tril(x, k)
 
 
-def _shape(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(x.shape)[call.get("start", 0) : call.get("end")], dtype=torch.int64)
-
-
-def _constant_of_shape(call: Call, *_: None) -> torch.Tensor:
-    value = call.get("value", torch.zeros(1))
-    return value.reshape(()).expand(call.ints("shape", 0) or []).clone()
-
-
-def _range(call: Call, start: torch.Tensor, limit: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    count = max(math.ceil((call.number("limit", 1) - call.number("start", 0)) / call.number("delta", 2)), 0)
-    return call.static[0] + call.static[2] * torch.arange(count, dtype=call.static[0].dtype)
-
-
-def _eye_like(call: Call, x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    rows, columns = x.shape
-    row, column = torch.arange(rows).unsqueeze(1), torch.arange(columns)
-    return (column - row == call.get("k", 0)).to(x.dtype if like is None else like.dtype)
-
-
 def _one_hot(call: Call, indices: torch.Tensor, depth: None, values: torch.Tensor) -> torch.Tensor:
     size = int(call.number("depth", 1))
     axis = axis_of(call.get("axis", -1), indices.dim() + 1)
@@ -232,30 +157,21 @@ def _one_hot(call: Call, indices: torch.Tensor, depth: None, values: torch.Tenso
 
 
 SHAPE: dict[str, Operator] = {
-    "Reshape": Operator(_reshape, static=(1,)),
-    "Flatten": Operator(_flatten),
-    "Squeeze": Operator(_squeeze, static=(1,)),
-    "Unsqueeze": Operator(_unsqueeze, static=(1,)),
-    "Transpose": Operator(_transpose),
-    "Concat": Operator(_concat),
-    "Split": Operator(_split, static=(1,)),
+    "Reshape": Operator(_reshape, static=(1,), theirs=lambda call: not call.get("allowzero", 0)),
+    "Flatten": Operator(_flatten, theirs=lambda call: call.get("axis", 1) > 0),
     "Slice": Operator(_slice, static=(3, 4), inline=(1, 2)),
-    "Gather": Operator(_gather, inline=(1,)),
     "GatherElements": Operator(_gather_elements, inline=(1,)),
-    "GatherND": Operator(_gather_nd, inline=(1,)),
+    "GatherND": Operator(_gather_nd, inline=(1,), theirs=lambda call: not call.get("batch_dims", 0)),
     "ScatterND": Operator(_scatter_nd, inline=(1,)),
     "ScatterElements": Operator(_scatter_elements, inline=(1,)),
     "Scatter": Operator(_scatter_elements, inline=(1,)),
-    "Pad": Operator(_pad, static=(1, 2, 3)),
-    "Expand": Operator(_expand, static=(1,)),
-    "Tile": Operator(_tile, static=(1,)),
-    "DepthToSpace": Operator(_depth_to_space),
+    "Pad": Operator(
+        _pad,
+        static=(1, 2, 3),
+        theirs=lambda call: call.get("mode", "constant") == "constant" and call.opset >= 11 and len(call.inputs) < 4,
+    ),
+    "DepthToSpace": Operator(_depth_to_space, theirs=lambda call: call.get("mode", "DCR") == "CRD"),
     "SpaceToDepth": Operator(_space_to_depth),
     "Trilu": Operator(_trilu, static=(1,)),
-    "Shape": Operator(_shape, shape_only=True),
-    "Size": Operator(lambda call, x: torch.tensor(x.numel()), shape_only=True),
-    "ConstantOfShape": Operator(_constant_of_shape, static=(0,)),
-    "Range": Operator(_range, static=(0, 1, 2)),
-    "EyeLike": Operator(_eye_like, shape_only=True),
     "OneHot": Operator(_one_hot, static=(1,)),
 }

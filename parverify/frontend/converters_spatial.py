@@ -49,6 +49,27 @@ def _padding(call: Call, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[l
     return (small, large) if mode == "SAME_UPPER" else (large, small)
 
 
+def _has_plain_padding(call: Call) -> bool:
+    """onnx2torch refuses padding that depends on the input's size."""
+    return call.get("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+
+
+def _has_even_padding(call: Call) -> bool:
+    pads = call.ints("pads") or []
+    half = len(pads) // 2
+    return _has_plain_padding(call) and pads[:half] == pads[half:] and min(pads, default=0) >= 0
+
+
+def _padding_fits_kernel(call: Call) -> bool:
+    """torch pads pools by half a kernel at most, and needs to know the number of axes."""
+    pads, kernel = call.ints("pads") or [], call.ints("kernel_shape") or []
+    return call.shapes[0] is not None and all(2 * p <= k for p, k in zip(pads, kernel + kernel, strict=False))
+
+
+def _has_constant_weights(call: Call) -> bool:
+    return all(k in call.constant for k, name in enumerate(call.inputs) if k > 0 and name)
+
+
 def _pad_zeros(x: torch.Tensor, before: Sequence[int], after: Sequence[int]) -> torch.Tensor:
     flat = [amount for pair in zip(before[::-1], after[::-1], strict=True) for amount in pair]
     return F.pad(x, flat) if any(flat) else x
@@ -166,10 +187,6 @@ def _average_pool(call: Call, x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _global_average_pool(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return x.mean(dim=tuple(range(2, x.dim())), keepdim=True)
-
-
 def _global_max_pool(call: Call, x: torch.Tensor) -> torch.Tensor:
     return x.amax(dim=tuple(range(2, x.dim())), keepdim=True)
 
@@ -197,11 +214,20 @@ def _resize(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
 
 
 SPATIAL: dict[str, Operator] = {
-    "Conv": Operator(_conv),
-    "ConvTranspose": Operator(_conv_transpose),
-    "MaxPool": Operator(_max_pool),
-    "AveragePool": Operator(_average_pool),
-    "GlobalAveragePool": Operator(_global_average_pool),
+    "Conv": Operator(_conv, theirs=lambda call: _has_plain_padding(call) and _has_constant_weights(call)),
+    "ConvTranspose": Operator(
+        _conv_transpose,
+        theirs=lambda call: (
+            _has_even_padding(call) and _has_constant_weights(call) and "output_shape" not in call.attributes
+        ),
+    ),
+    "MaxPool": Operator(_max_pool, theirs=lambda call: _has_even_padding(call) and _padding_fits_kernel(call)),
+    "AveragePool": Operator(
+        _average_pool,
+        theirs=lambda call: (
+            _has_even_padding(call) and _padding_fits_kernel(call) and max(call.ints("dilations") or [1]) == 1
+        ),
+    ),
     "GlobalMaxPool": Operator(_global_max_pool),
     "Resize": Operator(_resize, static=(1, 2, 3)),
     "Upsample": Operator(_resize, static=(1,)),

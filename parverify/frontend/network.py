@@ -9,15 +9,18 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from parverify.errors import ModelError
-from parverify.frontend.converters import FAILURES, OPERATORS, OnnxModule, build_module
+from parverify.frontend.convert import FAILURES, convert, has_jumps, run_at_zero
+from parverify.frontend.converters import OPERATORS
 from parverify.frontend.files import read_bytes
-from parverify.frontend.normalize import read_graph
+from parverify.frontend.model_file import read_model
+from parverify.frontend.normalize import normalize
+from parverify.frontend.original import Original
 
 if TYPE_CHECKING:
     from parverify.clock import Clock
@@ -35,59 +38,6 @@ FORGIVEN = 0.25
 """Share of points that may differ where the network jumps (sign, rounding, comparisons): one rounding can flip one."""
 
 
-class Original:
-    """The original file in onnxruntime; the session is made at the first run.
-
-    Args:
-        data: bytes of a self-contained ONNX file.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._session: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A session can't be copied to another process; a new one is made there.
-        return {"_data": self._data, "_session": None}
-
-    def run(self, x: np.ndarray) -> np.ndarray:
-        """The output for one input of the network's shape and type."""
-        if self._session is None:
-            self._session = _session(self._data)
-        try:
-            return self._session.run(None, {self._session.get_inputs()[0].name: x})[0]
-        except _onnxruntime_errors() as error:
-            raise ModelError(f"onnxruntime can't evaluate the network: {' '.join(str(error).split())}") from error
-
-
-def _session(data: bytes) -> Any:
-    import onnxruntime
-
-    # Graph optimizations stay at their default: whoever checks a witness runs a default session.
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4
-    try:
-        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except _onnxruntime_errors() as error:
-        raise ModelError(f"onnxruntime can't load the network: {' '.join(str(error).split())}") from error
-
-
-def _onnxruntime_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that onnxruntime raises; they share no base class of their own."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    return (
-        state.Fail,
-        state.EPFail,
-        state.InvalidArgument,
-        state.InvalidGraph,
-        state.InvalidProtobuf,
-        state.NotImplemented,
-        state.RuntimeException,
-    )
-
-
 @dataclass(frozen=True)
 class Network:
     """A network to verify.
@@ -99,6 +49,7 @@ class Network:
         dtype: of the input, float32 or float64.
         name: the file's name without its endings.
         original: the file in onnxruntime.
+        jumps: whether some operator's result may jump when an input moves by one rounding.
     """
 
     module: torch.nn.Module
@@ -107,6 +58,7 @@ class Network:
     dtype: torch.dtype
     name: str
     original: Original = field(repr=False, compare=False)
+    jumps: bool = False
 
     @property
     def n_in(self) -> int:
@@ -147,7 +99,8 @@ def _evaluate(module: torch.nn.Module, network: Network, x: np.ndarray, dtype: t
     rows = torch.from_numpy(np.ascontiguousarray(x.reshape(-1, network.n_in))).to(network.dtype).to(dtype)
     try:
         with torch.no_grad():
-            outputs = [module(row.reshape(network.input_shape)).to(torch.float64).reshape(-1) for row in rows]
+            # Not called itself: a module of torch.fx prints to stderr where a call fails.
+            outputs = [module.forward(row.reshape(network.input_shape)).to(torch.float64).reshape(-1) for row in rows]
     except FAILURES as error:
         raise ModelError(f"the converted network can't be evaluated: {' '.join(str(error).split())}") from error
     y = torch.stack(outputs).numpy() if outputs else np.zeros((0, network.n_out))
@@ -165,12 +118,15 @@ def load_network(path: Path, *, clock: Clock | None = None) -> Network:
     data = read_bytes(path)
     if clock is not None:
         clock.check("reading the network")
-    graph = read_graph(data, path.parent, OPERATORS.keys())
+    file = read_model(data, path.parent, OPERATORS)
     if clock is not None:
         clock.check("converting the network")
-    module, output = build_module(graph)
+    model = normalize(file)
+    module = convert(model)
+    output = run_at_zero(module, file.input_shape, file.dtype)
     name = path.name.removesuffix(".gz").removesuffix(".onnx")
-    return Network(module, graph.input_shape, tuple(output.shape), graph.dtype, name, Original(graph.replay_bytes))
+    original = Original(file.replay_bytes)
+    return Network(module, file.input_shape, tuple(output.shape), file.dtype, name, original, jumps=has_jumps(model))
 
 
 def check_against_original(network: Network, lower: np.ndarray, upper: np.ndarray, *, seed: int = 0) -> float:
@@ -195,7 +151,7 @@ def check_against_original(network: Network, lower: np.ndarray, upper: np.ndarra
     allowed = TOLERANCE * float(np.abs(finite).max(initial=0.0)) + SLACK
     worst = gaps.max(axis=1)
     bad = ~(worst <= allowed)
-    forgiven = FORGIVEN if isinstance(network.module, OnnxModule) and network.module.has_jumps() else 0.0
+    forgiven = FORGIVEN if network.jumps else 0.0
     if bad.mean() > forgiven:
         point, output = np.unravel_index(int(np.argmax(gaps)), gaps.shape)
         raise ModelError(
