@@ -102,7 +102,9 @@ class BallRegion:
         return self.center.shape[0]
 
     def box(self) -> Box:
-        return self.center - self.eps[:, None], self.center + self.eps[:, None]
+        low, high = self.center - self.eps[:, None], self.center + self.eps[:, None]
+        outward = torch.full_like(low, math.inf)
+        return torch.nextafter(low, -outward), torch.nextafter(high, outward)
 
     def lower_bound(self, A: Tensor, owner: Tensor | None) -> Tensor:
         center, eps = _own(self.center, owner), _own(self.eps, owner)

@@ -125,10 +125,14 @@ class Executor:
         return values
 
     def interval(self, node: Node, boxes: Sequence[Box]) -> Box:
-        """The box of a node's value from its inputs' boxes, (D, *shape); NaN becomes an infinite bound."""
+        """The box of a node's value from its inputs' boxes, (D, *shape).
+
+        What is no number, or overflowed to the wrong side, is not known: -inf below, inf above.
+        """
         lower, upper = KERNEL[node.op].interval(node, self.constants(node), boxes)
-        return lower.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf), upper.nan_to_num(
-            nan=torch.inf, neginf=-torch.inf, posinf=torch.inf)
+        unknown = torch.inf
+        return (lower.nan_to_num(nan=-unknown, posinf=-unknown, neginf=-unknown),
+                upper.nan_to_num(nan=unknown, posinf=unknown, neginf=unknown))
 
     # --- backward --------------------------------------------------------------------------------------------------
 
