@@ -22,8 +22,8 @@ OURS: Mapping[str, Operator] = MappingProxyType({**ELEMENTWISE, **LINEAR, **SHAP
 
 THEIRS = frozenset(
     {"Abs", "Acos", "Add", "And", "ArgMax", "ArgMin", "Asin", "Atan", "Ceil", "Celu", "Concat", "Cos", "Div", "Einsum"}
-    | {"Elu", "Equal", "Erf", "Exp", "Expand", "Floor", "Gather", "Gemm", "GlobalAveragePool", "Greater"}
-    | {"GreaterOrEqual", "HardSigmoid", "HardSwish", "InstanceNormalization", "IsNaN", "LeakyRelu", "Less"}
+    | {"Elu", "Equal", "Erf", "Exp", "Expand", "Floor", "Gather", "GlobalAveragePool", "Greater"}
+    | {"GreaterOrEqual", "HardSigmoid", "HardSwish", "InstanceNormalization", "IsNaN", "LeakyRelu", "LRN", "Less"}
     | {"LessOrEqual", "Log", "LogSoftmax", "MatMul", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu"}
     | {"Round", "Sigmoid", "Sign", "Sin", "Softmax", "Softplus", "Softsign", "Sqrt", "Sub", "Tan", "Tanh", "Tile"}
     | {"Transpose", "Where", "Xor"}

@@ -1,13 +1,22 @@
-"""Normalizations and cumulative sums."""
+"""Matrix products, normalizations and cumulative sums."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import torch.nn.functional as F
 
-from parverify.frontend.converters_common import Call, Operator, along, axis_of
+from parverify.frontend.converters_common import Call, Operator, axis_of
+
+
+def _gemm(call: Call, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    a = a.transpose(0, 1) if call.get("transA", 0) else a
+    b = b.transpose(0, 1) if call.get("transB", 0) else b
+    return torch.matmul(a, b) * call.get("alpha", 1.0) + c * call.get("beta", 1.0)
+
+
+def _has_variable_product(call: Call) -> bool:
+    """onnx2torch adds in place to the product, which no trace can follow where that is constant."""
+    return not {0, 1} <= call.constant
 
 
 def _along_channels(parameter: torch.Tensor, rank: int) -> torch.Tensor:
@@ -78,31 +87,20 @@ def _lp_normalization(call: Call, x: torch.Tensor) -> torch.Tensor:
     return x / torch.clamp(norm, min=torch.finfo(torch.float32).tiny)
 
 
-def _local_response(call: Call, x: torch.Tensor) -> torch.Tensor:
-    size = call.get("size")
-    before, squares = (size - 1) // 2, x * x
-    flat = [0, 0] * (x.dim() - 2) + [before, size - 1 - before]
-    padded = F.pad(squares, flat)
-    total = functools.reduce(torch.add, [padded.narrow(1, k, x.shape[1]) for k in range(size)])
-    return x / torch.pow(call.get("bias", 1.0) + call.get("alpha", 1e-4) / size * total, call.get("beta", 0.75))
-
-
 def _cumulative_sum(call: Call, x: torch.Tensor, *_: None) -> torch.Tensor:
     axis, backward = axis_of(int(call.number("axis", 1)), x.dim()), bool(call.get("reverse", 0))
     x = x.flip(axis) if backward else x
     total = torch.cumsum(x, dim=axis)
-    if call.get("exclusive", 0):
-        first = torch.zeros_like(along(total, axis, slice(0, 1)))
-        total = torch.cat([first, along(total, axis, slice(0, -1))], dim=axis)
+    total = total - x if call.get("exclusive", 0) else total
     return total.flip(axis) if backward else total
 
 
 LINEAR: dict[str, Operator] = {
+    "Gemm": Operator(_gemm, theirs=_has_variable_product),
     "BatchNormalization": Operator(_batch_normalization, theirs=_has_fixed_statistics),
     "LayerNormalization": Operator(_layer_normalization, theirs=_has_whole_parameters),
     "GroupNormalization": Operator(_group_normalization),
     "RMSNormalization": Operator(_rms_normalization),
     "LpNormalization": Operator(_lp_normalization),
-    "LRN": Operator(_local_response, theirs=lambda call: call.get("size") % 2 == 1),
     "CumSum": Operator(_cumulative_sum, static=(1,)),
 }

@@ -124,6 +124,10 @@ def load_network(path: Path, *, clock: Clock | None = None) -> Network:
     model = normalize(file)
     module = convert(model)
     output = run_at_zero(module, file.input_shape, file.dtype)
+    if 0 in (*file.input_shape, *output.shape):
+        raise ModelError(
+            f"the network maps shape {file.input_shape} to {tuple(output.shape)}; allowed are shapes with entries"
+        )
     name = path.name.removesuffix(".gz").removesuffix(".onnx")
     original = Original(file.replay_bytes)
     return Network(module, file.input_shape, tuple(output.shape), file.dtype, name, original, jumps=has_jumps(model))

@@ -31,7 +31,7 @@ FOLDED = OF_SHAPE | {"Constant", "ConstantOfShape", "Range"}
 """Operators that never depend on values of the network's input, so that folding removes every one that is allowed."""
 
 COPIES = frozenset({"Identity", "Dropout"})
-"""Operators that hand their input on."""
+"""Operators that hand their input on; so does `Split` into one part."""
 
 EMPTY_REDUCTIONS = {"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log", "ReduceSumSquare": "Mul"}
 """What a reduction over no axis does to each entry, where it does anything."""
@@ -179,7 +179,8 @@ def without_copies(graph: Graph) -> Graph:
     source: dict[str, str] = {}
     nodes = []
     for node in graph.nodes:
-        if node.op_type in COPIES and not _trains(node, graph.constants):
+        whole = node.op_type == "Split" and len(node.output) == 1
+        if whole or (node.op_type in COPIES and not _trains(node, graph.constants)):
             source[node.output[0]] = source.get(node.input[0], node.input[0])
         else:
             nodes.append(_renamed(node, source))

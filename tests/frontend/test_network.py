@@ -504,6 +504,12 @@ def test_invalid_and_misfitting_models_are_refused(tmp_path: Path) -> None:
         load(tmp_path, build(cast, out_type=TensorProto.FLOAT16))
 
 
+def test_network_without_outputs_is_refused(tmp_path: Path) -> None:
+    nodes = [node("Split", "X", "A B Y", axis=1, num_outputs=3)]
+    with pytest.raises(ModelError, match=r"maps shape \(1, 4\) to \(1, 0\)"):
+        load(tmp_path, build(nodes, shape=(1, 4), opset=18))
+
+
 def test_training_mode_is_refused(tmp_path: Path) -> None:
     constants = {"ratio": np.array(0.5, np.float32), "train": np.array(True)}
     with pytest.raises(ModelError, match="training mode"):
