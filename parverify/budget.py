@@ -13,7 +13,8 @@ from parverify.errors import ResourceError
 from parverify.graph.ir import BoundGraph
 
 ROW_COPIES = 4  # tensors the size of a row's coefficients alive at one node of a sweep, gradients included
-TILE_MOST, TILE_LEAST = 256, 2
+TILE_BYTES = 8 << 20  # rows at one node that a tile is sized for: a tile should stay in a processor's cache
+TILE_MOST, TILE_GOOD, TILE_LEAST = 8192, 64, 2
 BATCH_MOST = 4096
 
 
@@ -24,10 +25,12 @@ class Budget:
     Args:
         total: bytes.
         row_bytes: bytes that one row takes in an optimized sweep through the whole network.
+        widest_bytes: bytes of one row at the widest node.
     """
 
     total: int
     row_bytes: int
+    widest_bytes: int
 
     def tile(self, wanted: int = 0) -> int:
         """Rows pushed backward at once: `wanted`, or as many as fit a quarter of the budget.
@@ -42,7 +45,7 @@ class Budget:
             least = 4 * TILE_LEAST * self.row_bytes
             raise ResourceError(f"the memory budget of {self.total} bytes is too small for this network",
                                 f"it needs at least {least} bytes: --memory {least / 2**20:.0f}MiB")
-        return int(min(TILE_MOST, fits))
+        return int(min(fits, TILE_MOST, max(TILE_GOOD, TILE_BYTES // self.widest_bytes)))
 
     def batch(self, wanted: int = 0, rows: int = 1) -> int:
         """Domains bounded at once, each with `rows` rows."""
@@ -62,7 +65,8 @@ def make_budget(graph: BoundGraph, *, memory: int | None, itemsize: int) -> Budg
     if memory is not None and constants >= memory:
         raise ResourceError(f"the network's weights alone take {constants} bytes, the memory budget is {memory}",
                             f"--memory {2 * constants / 2**20:.0f}MiB or more")
-    return Budget(max(1, total - constants), max(1, widths * itemsize * ROW_COPIES))
+    widest = max(node.numel for node in graph.nodes)
+    return Budget(max(1, total - constants), widths * itemsize * ROW_COPIES, widest * itemsize)
 
 
 def free_memory() -> int:

@@ -75,19 +75,34 @@ class Search:
 
 
 class BatchSize:
-    """How many children are bounded at once: grows while that raises the rate, halves when memory runs out."""
+    """How many children are bounded at once: what takes about a second, and half of it when memory runs out.
+
+    Short batches keep the search responsive: the clock, candidates and the order of the pool act between batches.
+
+    Args:
+        size: to start with.
+        most: what the memory allows.
+        fixed: never change it (except when memory runs out).
+    """
+
+    SHORT, LONG = 0.4, 1.2  # seconds
 
     def __init__(self, size: int, most: int, *, fixed: bool = False) -> None:
-        self.size, self._most, self._fixed = size, most, fixed
+        self._most, self._fixed = most, fixed
+        self.size = max(1, min(size, most))
 
     def halve(self) -> None:
         """After an out-of-memory error."""
         self._most = self.size = max(1, self.size // 2)
 
-    def grow(self) -> None:
-        """After a batch that was full."""
-        if not self._fixed:
+    def adapt(self, children: int, seconds: float) -> None:
+        """After a batch of `children` that took `seconds`."""
+        if self._fixed:
+            return
+        if seconds < self.SHORT and children >= self.size // 2:
             self.size = min(self._most, 2 * self.size)
+        elif seconds > self.LONG:
+            self.size = max(2, self.size // 2)
 
 
 def search(space: Space, roots: Domains, *, batch: BatchSize, memory: int, clock: Clock, progress: Progress,
@@ -114,6 +129,7 @@ def search(space: Space, roots: Domains, *, batch: BatchSize, memory: int, clock
     while len(pool):
         clock.check("searching")
         domains = pool.pop(max(1, batch.size // 2))
+        began = time.monotonic()
         try:
             children, stuck = space.split(domains, batch.size)
             bounded = space.bound(children) if len(children) else Bounded(children, 0)
@@ -135,8 +151,7 @@ def search(space: Space, roots: Domains, *, batch: BatchSize, memory: int, clock
         if state.witness is not None:
             break
         pool.push(bounded.domains)
-        if len(children) >= batch.size // 2:
-            batch.grow()
+        batch.adapt(len(children), time.monotonic() - began)
         state.open, state.worst, state.spilled = len(pool), pool.worst, pool.spilled
         rate = state.bounded / max(time.monotonic() - started, 1e-9)
         progress.update(open=state.open, closed=state.closed, worst=state.worst, rate=rate, left=clock.left)
