@@ -166,7 +166,7 @@ def _theirs(op: str, version: int, table: dict[Any, Any]) -> Callable[[Any, Any]
     version = SAME_AS.get((op, version), version)
     known = [key.version for key in table if key.operation_type == op and key.version <= version]
     if not known:
-        raise ModelError(f"operator {op} of operator set {version} is not supported")
+        raise NotImplementedError(f"onnx2torch has no converter for its version {version}")
     return next(table[key] for key in table if key.operation_type == op and key.version == max(known))
 
 

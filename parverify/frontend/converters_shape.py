@@ -157,7 +157,7 @@ def _one_hot(call: Call, indices: torch.Tensor, depth: None, values: torch.Tenso
 
 
 SHAPE: dict[str, Operator] = {
-    "Reshape": Operator(_reshape, static=(1,), theirs=lambda call: not call.get("allowzero", 0)),
+    "Reshape": Operator(_reshape, static=(1,), theirs=lambda call: 1 in call.constant and not call.get("allowzero", 0)),
     "Flatten": Operator(_flatten, theirs=lambda call: call.get("axis", 1) > 0),
     "Slice": Operator(_slice, static=(3, 4), inline=(1, 2)),
     "GatherElements": Operator(_gather_elements, inline=(1,)),

@@ -18,7 +18,6 @@ from parverify.frontend.converters_common import Call, Operator, along, take
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-AVERAGE_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 def _spatial_rank(call: Call, x: torch.Tensor) -> int:
@@ -78,7 +77,7 @@ def _pad_zeros(x: torch.Tensor, before: Sequence[int], after: Sequence[int]) -> 
 def _conv(call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     rank = _spatial_rank(call, x)
     before, after = _padding(call, x.shape[2:], weight.shape[2:])
-    if before != after or min(before) < 0:
+    if before != after:
         x, before = _pad_zeros(x, before, after), [0] * rank
     strides, dilations = _per_axis(call, "strides", rank), _per_axis(call, "dilations", rank)
     return CONV[rank](x, weight, bias, strides, before, dilations, call.get("group", 1))
@@ -141,18 +140,11 @@ def _windows(
     return before, after, counts, spans
 
 
-def _fits_torch(kernel: Sequence[int], before: Sequence[int], after: Sequence[int]) -> bool:
-    return list(before) == list(after) and all(0 <= 2 * p <= k for p, k in zip(before, kernel, strict=True))
-
-
 def _max_pool(call: Call, x: torch.Tensor) -> torch.Tensor:
     rank, kernel = _spatial_rank(call, x), call.ints("kernel_shape") or []
     strides, dilations = _per_axis(call, "strides", rank), _per_axis(call, "dilations", rank)
     sizes = x.shape[2:]
-    before, after, _, spans = _windows(call, sizes, kernel)
-    plain = all(span <= n + 2 * p for span, n, p in zip(spans, sizes, before, strict=True))
-    if _fits_torch(kernel, before, after) and plain:
-        return MAX_POOL[rank](x, kernel, strides, before, dilations)
+    before, _, _, spans = _windows(call, sizes, kernel)
     for axis, n in enumerate(sizes):
         positions = range(-before[axis], spans[axis] - before[axis])
         x = take(x, axis + 2, [_nearest_in_window(p, n, dilations[axis]) for p in positions])
@@ -171,9 +163,6 @@ def _average_pool(call: Call, x: torch.Tensor) -> torch.Tensor:
     strides, dilations = _per_axis(call, "strides", rank), _per_axis(call, "dilations", rank)
     sizes, with_pad = x.shape[2:], bool(call.get("count_include_pad", 0))
     before, after, counts, spans = _windows(call, sizes, kernel)
-    plain = all(span <= n + 2 * p for span, n, p in zip(spans, sizes, before, strict=True))
-    if _fits_torch(kernel, before, after) and plain and max(dilations) == 1:
-        return AVERAGE_POOL[rank](x, kernel, strides, before, False, with_pad)
     ends = [span - n - p for span, n, p in zip(spans, sizes, before, strict=True)]
     # The sum over a window as a convolution with ones, channel by channel; then over the entries that count.
     ones = torch.ones([x.shape[1], 1, *kernel], dtype=x.dtype, device=x.device)

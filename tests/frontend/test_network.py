@@ -510,6 +510,13 @@ def test_network_without_outputs_is_refused(tmp_path: Path) -> None:
         load(tmp_path, build(nodes, shape=(1, 4), opset=18))
 
 
+def test_version_without_converter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parverify.frontend.normalize.OPSET", 1)
+    monkeypatch.setattr("parverify.frontend.convert.SAME_AS", {("Tan", 7): 1})
+    with pytest.raises(ModelError, match=r"node last \(Tan\) can't be converted: onnx2torch has no converter"):
+        load(tmp_path, build([helper.make_node("Tan", ["X"], ["Y"], name="last")], opset=7))
+
+
 def test_training_mode_is_refused(tmp_path: Path) -> None:
     constants = {"ratio": np.array(0.5, np.float32), "train": np.array(True)}
     with pytest.raises(ModelError, match="training mode"):
