@@ -20,7 +20,7 @@ from parverify.program.rows import Dense, both_signs
 from tests.bounds.zoo import NETWORKS, made, random_box, sampled, values
 
 RELUS = ["mlp", "residual", "convolutional", "leaky_relu", "max", "clip"]
-SMOOTH = ["sigmoid", "tanh", "product", "softmax", "block", "gelu", "sin", "exp", "division"]
+SMOOTH = ["sigmoid", "tanh", "product", "softmax", "block", "gelu", "sin", "softplus", "division"]
 
 
 class Problem:
@@ -41,7 +41,9 @@ class Problem:
         generator = torch.Generator().manual_seed(seed)
         made = start_alphas(self.executor, self.graph.output, self.rows, self.found.relaxed, 2)
         return {
-            name: {role: 0.05 + 0.9 * torch.rand(a.shape, generator=generator, dtype=a.dtype) for role, a in alpha.items()}
+            name: {
+                role: 0.05 + 0.9 * torch.rand(a.shape, generator=generator, dtype=a.dtype) for role, a in alpha.items()
+            }
             for name, alpha in made.items()
         }
 
@@ -63,12 +65,12 @@ def packed(alphas: dict[str, Alpha], leaves: tuple[Tensor, ...]) -> dict[str, Al
 
 @pytest.mark.parametrize("name", RELUS + SMOOTH)
 def test_gradient_of_alpha_equals_differences(name: str) -> None:
-    problem = Problem(name, 3)
+    problem = Problem(name, 3, 1.0 if name in RELUS else 0.4)
     alphas = problem.alphas(1)
     leaves = tuple(leaf.requires_grad_() for leaf in flatten(alphas))
     assert leaves
     assert torch.autograd.gradcheck(lambda *leaves: problem.bound(packed(alphas, leaves)), leaves, eps=1e-7, atol=1e-5,
-                                    rtol=1e-4, fast_mode=False)  # fmt: skip
+                                    rtol=1e-4, fast_mode=name == "block")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(NETWORKS))
@@ -77,13 +79,18 @@ def test_every_alpha_is_sound(name: str) -> None:
         problem = Problem(name, seed)
         truth = problem.truth(sampled(problem.region, 1000)).amin(1)
         ends = problem.alphas(seed)
-        for alphas in (problem.alphas(seed), {n: {r: a.round() for r, a in alpha.items()} for n, alpha in ends.items()}):
+        for alphas in (
+            problem.alphas(seed),
+            {n: {r: a.round() for r, a in alpha.items()} for n, alpha in ends.items()},
+        ):
             with torch.no_grad():
                 bound = problem.bound(alphas)
             assert (bound <= truth + 1e-11 * (1 + truth.abs())).all()
 
 
-def constraints(problem: Problem, x: Tensor, generator: torch.Generator, *, zero: bool) -> tuple[dict[str, Splits], Tensor]:
+def constraints(
+    problem: Problem, x: Tensor, generator: torch.Generator, *, zero: bool
+) -> tuple[dict[str, Splits], Tensor]:
     """Random constraints that the first point of each domain satisfies, and which points satisfy them, (2, count)."""
     found = values(problem.graph, x)
     holds = torch.ones(x.shape[:2], dtype=torch.bool)

@@ -41,8 +41,9 @@ def test_every_network_with_every_method(name: str, method: str) -> None:
        st.sampled_from([torch.float32, torch.float64]),
        st.builds(BoundOptions, method=st.sampled_from(METHODS), alpha=st.just(FEW), tile=st.sampled_from([1, 3, 512]),
                  intersect=st.booleans()))  # fmt: skip
-def test_sound_everywhere(name: str, seed: int, width: float, domains: int, dtype: torch.dtype,
-                          options: BoundOptions) -> None:
+def test_sound_everywhere(
+    name: str, seed: int, width: float, domains: int, dtype: torch.dtype, options: BoundOptions
+) -> None:
     graph = made(name, seed)
     check_sound(graph, random_box(graph, domains, width, seed + 1, dtype), options, dtype)
 

@@ -59,7 +59,9 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(y))).flatten(1)
 
 
-def _sandwich(function: Callable[[Tensor], Tensor], width: int = 4, inner: int | None = None) -> Callable[[], nn.Module]:
+def _sandwich(
+    function: Callable[[Tensor], Tensor], width: int = 4, inner: int | None = None
+) -> Callable[[], nn.Module]:
     return lambda: Composed(nn.Linear(3, width), function, nn.Linear(inner or width, 2))
 
 
@@ -74,7 +76,9 @@ def _upward() -> nn.Module:
 
 
 def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    return nn.Sequential(
+        nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)
+    )
 
 
 FLAT, IMAGE, TOKENS = (1, 3), (1, 1, 4, 4), (1, 2, 3)
@@ -113,7 +117,9 @@ class Elementwise(nn.Module):
 
 
 def _twice(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(3, 4), Elementwise(function), nn.Linear(4, 4), Elementwise(function), nn.Linear(4, 2))
+    return lambda: nn.Sequential(
+        nn.Linear(3, 4), Elementwise(function), nn.Linear(4, 4), Elementwise(function), nn.Linear(4, 2)
+    )
 
 
 NETWORKS |= {
@@ -141,7 +147,9 @@ def made(name: str, seed: int = 0) -> BoundGraph:
 
 def rounded(graph: BoundGraph) -> BoundGraph:
     """The graph with its constants rounded to float32."""
-    return replace(graph, constants={name: Const(const.value.detach().float()) for name, const in graph.constants.items()})
+    return replace(
+        graph, constants={name: Const(const.value.detach().float()) for name, const in graph.constants.items()}
+    )
 
 
 def random_box(graph: BoundGraph, domains: int, width: float, seed: int, dtype: torch.dtype) -> BoxRegion:
@@ -156,7 +164,9 @@ def random_box(graph: BoundGraph, domains: int, width: float, seed: int, dtype: 
 def sampled(region: BoxRegion, count: int, seed: int = 0) -> Tensor:
     """(domains, count, n) points in float64: corners, faces and inner points, the two ends among them."""
     low, high = region.lower.double(), region.upper.double()
-    t = torch.rand(low.shape[0], count, low.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    t = torch.rand(
+        low.shape[0], count, low.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     t[:, : count // 3] = t[:, : count // 3].round()
     t[:, count // 3 : count // 2] = (3 * t[:, count // 3 : count // 2] - 1).clamp(0, 1)
     t[:, 0], t[:, 1] = 0, 1
@@ -196,7 +206,9 @@ def contains(box: Box, inside: Tensor) -> bool:
                     | low.isnan().any() | high.isnan().any())  # fmt: skip
 
 
-def check_sound(graph: BoundGraph, region: BoxRegion, options: BoundOptions, dtype: torch.dtype, count: int = 1500) -> None:
+def check_sound(
+    graph: BoundGraph, region: BoxRegion, options: BoundOptions, dtype: torch.dtype, count: int = 1500
+) -> None:
     """All boxes and output bounds contain all sampled values."""
     found, output = bounded(Executor(graph, dtype=dtype), region, options)
     inside = values(graph, sampled(region, count))
