@@ -74,14 +74,15 @@ class ActivationSpace:
 
     # --- domains ---------------------------------------------------------------------------------------------------
 
-    def roots(self, part: Tensor, root: Tensor) -> Domains:
-        """One domain without splits for each pair of a disjunct and a root box, with default alphas."""
+    def roots(self, part: Tensor, root: Tensor, lower: Tensor | None = None) -> Domains:
+        """One domain without splits for each pair of a disjunct and a root box, with default alphas; `lower` (D,) what
+        is known of their bounds."""
         count, width = len(part), self.problem.rows_per_part
         like = self.boxes[self.names[0]][0]
         owner = root.repeat_interleave(width)
         relaxed = self._relax({name: self.boxes[name] for name in self.names}, self._free)
         columns = {
-            "part": part, "root": root, "lower": like.new_full((count,), -torch.inf),
+            "part": part, "root": root, "lower": like.new_full((count,), -torch.inf) if lower is None else lower,
             "node": part.new_zeros((count, 0)), "index": part.new_zeros((count, 0)),
             "sign": like.new_zeros((count, 0)), "point": like.new_zeros((count, 0)),
             "beta": like.new_zeros((count, width, 0)),
@@ -288,6 +289,7 @@ class BatchRun:
         excess = self.space.problem.excess(rows, self.part)
         best = (rows - self.space.problem.need[self.part]).argmax(1)
         A = swept.A.detach().reshape(count, self.width, -1)[torch.arange(count, device=best.device), best]
+        excess = torch.maximum(excess, self.domains["lower"].to(excess.device))  # a parent's bound holds for a child
         columns: dict[str, Tensor] = {"rows": rows, "lower": excess, "x": self.region.minimizer(A, None)}
         for name, alpha in self.alphas.items():
             for role, leaf in alpha.items():

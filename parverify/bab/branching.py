@@ -20,6 +20,8 @@ from parverify.program.executor import Swept
 if TYPE_CHECKING:
     from parverify.bab.activation import ActivationSpace, BatchRun
 
+MOVABLE = 0.01  # weight of the gap of a line that alpha has already moved to where it costs least
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -59,7 +61,10 @@ def _add_cost(total: dict[str, Tensor], node: Node, A: Tensor, run: BatchRun) ->
     boxes = [run.boxes[name] for name in node.inputs]
     if node.op == "act":
         upper_gap, lower_gap = node.attrs["activation"].gap(*boxes[0])
-        cost = torch.where(above > 0, above * upper_gap, 0.0) + torch.where(below > 0, below * lower_gap, 0.0)
+        upper_weight, lower_weight = (MOVABLE if role in run.relaxed[node.name].free else 1.0
+                                      for role in ("upper", "lower"))
+        cost = torch.where(above > 0, upper_weight * above * upper_gap, 0.0) + torch.where(
+            below > 0, lower_weight * below * lower_gap, 0.0)
         total[node.inputs[0]] = total[node.inputs[0]] + cost
         return
     (lx, ux), (ly, uy) = boxes

@@ -108,7 +108,8 @@ class InputSpace:
         closed = problem.closed(lower, part)
         best = (lower - problem.need[part]).argmax(1)
         A = swept.A.reshape(len(domains), width, -1)[torch.arange(len(domains), device=device), best]
-        columns = {"lower": problem.excess(lower, part), "score": A.abs() * (region.upper - region.lower)}
+        excess = torch.maximum(problem.excess(lower, part), domains["lower"].to(device))  # a parent's bound holds too
+        columns = {"lower": excess, "score": A.abs() * (region.upper - region.lower)}
         for name in self._inherited:
             low, high = found.boxes[name]
             columns[f"box/{name}/low"], columns[f"box/{name}/high"] = low.flatten(1), high.flatten(1)
