@@ -56,8 +56,15 @@ class Builder:
             self._names[id(const)] = name
         return self._names[id(const)]
 
-    def emit(self, op: str, inputs: Sequence[Var], shape: Sequence[int], *, consts: dict[str, Const] | None = None,
-             **attrs: Any) -> Var:
+    def emit(
+        self,
+        op: str,
+        inputs: Sequence[Var],
+        shape: Sequence[int],
+        *,
+        consts: dict[str, Const] | None = None,
+        **attrs: Any,
+    ) -> Var:
         """Append a node and return its value."""
         roles = {role: self.const(value) for role, value in (consts or {}).items()}
         name = f"n{len(self._nodes)}"
@@ -231,8 +238,10 @@ class Builder:
         while (size := x.shape[dim]) > 1:
             index = torch.arange(x.numel).reshape(x.shape)
             half = size // 2
-            winner = self.maximum(self.index(x, index.narrow(dim, 0, half).contiguous()),
-                                  self.index(x, index.narrow(dim, half, half).contiguous()))
+            winner = self.maximum(
+                self.index(x, index.narrow(dim, 0, half).contiguous()),
+                self.index(x, index.narrow(dim, half, half).contiguous()),
+            )
             rest = [] if size % 2 == 0 else [self.index(x, index.narrow(dim, size - 1, 1).contiguous())]
             x = self.concat([winner, *rest], dim) if rest else self._var(winner)
         return x

@@ -55,15 +55,74 @@ def to_index(moved: Tensor) -> Tensor:
 # --- operators that move scalars ------------------------------------------------------------------------------------
 
 
-@importer("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "alias", "detach", "clone", "contiguous",
-          "lift_fresh", "lift_fresh_copy", "positive", "real", "dropout", "feature_dropout", "identity",
-          "slice", "select", "expand", "index_select", "flip", "repeat", "roll", "tril", "triu", "diagonal", "narrow",
-          "unfold", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
-          "replication_pad2d", "replication_pad3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
-          "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "im2col",
-          "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "rot90", "take", "gather", "index", "_pad_circular",
-          "t", "transpose", "permute", "numpy_T", "movedim", "swapaxes", "view_as", "expand_as", "unsqueeze_copy",
-          "squeeze_copy", "slice_copy", "select_copy", "permute_copy", "view_copy", "expand_copy", "embedding_renorm")
+@importer(
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "alias",
+    "detach",
+    "clone",
+    "contiguous",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "positive",
+    "real",
+    "dropout",
+    "feature_dropout",
+    "identity",
+    "slice",
+    "select",
+    "expand",
+    "index_select",
+    "flip",
+    "repeat",
+    "roll",
+    "tril",
+    "triu",
+    "diagonal",
+    "narrow",
+    "unfold",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "reflection_pad3d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "im2col",
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    "channel_shuffle",
+    "rot90",
+    "take",
+    "gather",
+    "index",
+    "_pad_circular",
+    "t",
+    "transpose",
+    "permute",
+    "numpy_T",
+    "movedim",
+    "swapaxes",
+    "view_as",
+    "expand_as",
+    "unsqueeze_copy",
+    "squeeze_copy",
+    "slice_copy",
+    "select_copy",
+    "permute_copy",
+    "view_copy",
+    "expand_copy",
+    "embedding_renorm",
+)
 def _move(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
     x = args[0]
     if not isinstance(x, Var) or any(isinstance(value, Var) for value in _flat([*args[1:], *kwargs.values()])):
@@ -117,8 +176,10 @@ def _pad(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
 def _cast(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
     dtype = kwargs.get("dtype")
     if dtype is not None and not dtype.is_floating_point:
-        raise ModelError(f"{b.source}: casts a value that depends on the input to {dtype}",
-                         "only casts between floating-point types can be bounded")
+        raise ModelError(
+            f"{b.source}: casts a value that depends on the input to {dtype}",
+            "only casts between floating-point types can be bounded",
+        )
     return args[0]
 
 
@@ -313,10 +374,17 @@ def _convolution(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Va
     if not isinstance(x, Var) or not isinstance(weight, Const) or isinstance(bias, Var):
         raise ModelError(f"{b.source}: a convolution whose weight depends on the input is not supported")
     rank = weight.value.dim() - 2
-    settings = {"stride": _tuple(stride, rank), "padding": _tuple(padding, rank), "dilation": _tuple(dilation, rank),
-                    "transposed": bool(transposed), "output_padding": _tuple(output_padding, rank), "groups": int(groups)}
+    settings = {
+        "stride": _tuple(stride, rank),
+        "padding": _tuple(padding, rank),
+        "dilation": _tuple(dilation, rank),
+        "transposed": bool(transposed),
+        "output_padding": _tuple(output_padding, rank),
+        "groups": int(groups),
+    }
     probe = torch.ops.aten.convolution(
-        torch.empty(x.shape, device="meta"), torch.empty(weight.value.shape, device="meta"), None, *settings.values())
+        torch.empty(x.shape, device="meta"), torch.empty(weight.value.shape, device="meta"), None, *settings.values()
+    )
     consts = {"weight": weight} | ({} if bias is None else {"bias": bias})
     return b.emit("conv", [x], probe.shape, consts=consts, **settings)
 
@@ -326,9 +394,19 @@ def _tuple(value: Sequence[int], rank: int) -> tuple[int, ...]:
     return value * rank if len(value) == 1 and rank > 1 else value
 
 
-@importer("avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",
-          "adaptive_avg_pool1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_linear1d",
-          "upsample_trilinear3d", "upsample_bicubic2d")
+@importer(
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "adaptive_avg_pool1d",
+    "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa",
+    "upsample_linear1d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+)
 def _resample(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
     """Linear maps of the spatial dimensions, the same for every channel: a matrix found by running unit images."""
     x = args[0]
@@ -342,6 +420,18 @@ def _resample(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value
     return b.reshape(out, (*x.shape[:-rank], *response.shape[1:]))
 
 
-from parverify.graph import importers_nonlinear as _nonlinear  # noqa: E402  (fills the same table)
+# These fill the same table.
+from parverify.graph import importers_nonlinear as _nonlinear  # noqa: E402, I001  (the next one imports it)
+from parverify.graph import importers_composite as _composite  # noqa: E402
 
-__all__ = ["IMPORTERS", "Importer", "_nonlinear", "importer", "operand", "positions", "raw", "to_index"]
+__all__ = [
+    "IMPORTERS",
+    "Importer",
+    "_composite",
+    "_nonlinear",
+    "importer",
+    "operand",
+    "positions",
+    "raw",
+    "to_index",
+]

@@ -53,7 +53,7 @@ def merge_reshapes(graph: BoundGraph) -> BoundGraph:
 
 
 def fold_scales(graph: BoundGraph) -> BoundGraph:
-    """`scale` after `linear`, `conv` or `scale` goes into its weight and bias where the factor is per output channel."""
+    """A `scale` after `linear`, `conv` or `scale` goes into its constants where the factor is per output channel."""
     readers = _readers(graph)
     constants = dict(graph.constants)
     alias: dict[str, str] = {}
@@ -120,8 +120,9 @@ def _per_channel(const: Const | None, target: Node) -> Const | None:
     return derive(torch.reshape, const, (channels,)) if padded == wanted else None
 
 
-def _fold_into_weight(target: Node, old: dict[str, Const], factor: Const | None,
-                      shift: Const | None) -> dict[str, Const]:
+def _fold_into_weight(
+    target: Node, old: dict[str, Const], factor: Const | None, shift: Const | None
+) -> dict[str, Const]:
     weight, bias = old["weight"], old.get("bias")
     if factor is not None:
         weight = derive(_scaler(target), weight, factor)

@@ -1,10 +1,11 @@
 """From a torch module to a BoundGraph: run it once on one instance and record the ATen operators.
 
 The module runs on concrete numbers under a dispatch mode. Tensors that do not depend on the network's input are simply
-computed, which folds all constants (shapes, masks, reshaped weights); every operator that touches the input is handed to
-an importer, which writes kernel nodes. So ONNX models and users' own modules share a vocabulary of some hundred ATen
+computed, which folds all constants (shapes, masks, reshaped weights); every operator that touches the input is handed
+to an importer, which writes kernel nodes. So ONNX models and users' own modules share a vocabulary of some hundred ATen
 operators, and shape arithmetic never reaches the graph. What can't be imported is collected, and reported all at once.
-Control flow on values of the input is refused, because one run would not show it.
+Control flow on values of the input is refused, because one run would not show it. What the recorder can't see (memory
+shared by views, values that leave torch) is refused where it is noticed, and a second run must agree with the graph.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from parverify.graph.importers import IMPORTERS
 from parverify.graph.ir import BoundGraph, Const, prune
 from parverify.graph.simplify import simplify
 
-ALIASED = ("a tensor is used after another view of its memory was changed in place; "
-           "hint: use the out-of-place form of the operator")
+ALIASED = (
+    "a tensor is used after another view of its memory was changed in place; "
+    "hint: use the out-of-place form of the operator"
+)
 
 
 class _Recorder(TorchDispatchMode):
@@ -75,8 +78,13 @@ class _Recorder(TorchDispatchMode):
             return out
         with torch.no_grad():
             result = importer(self.builder, func, lifted, extra)
-        self._versions.update({id(value.value): (value.value, _version(value.value)) for value in touched
-                               if isinstance(value, Const) and id(value.value) not in self._versions})
+        self._versions.update(
+            {
+                id(value.value): (value.value, _version(value.value))
+                for value in touched
+                if isinstance(value, Const) and id(value.value) not in self._versions
+            }
+        )
         for tensor in _written(func, args, kwargs):
             self._overwrite(tensor)
         self._bind(func, out, result)
@@ -89,8 +97,9 @@ class _Recorder(TorchDispatchMode):
         for position, tensor in enumerate(out if isinstance(out, (list, tuple)) else [out]):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
 
-                def run(flat: Any, names: Any, rest: Any, at: int = position,
-                        many: bool = isinstance(out, (list, tuple))) -> Tensor:
+                def run(
+                    flat: Any, names: Any, rest: Any, at: int = position, many: bool = isinstance(out, (list, tuple))
+                ) -> Tensor:
                     result = func(*flat, **dict(zip(names, rest, strict=True)))
                     return result[at] if many else result
 
@@ -125,15 +134,19 @@ class _Recorder(TorchDispatchMode):
         """Constants that the graph holds must still have the values that they were used with."""
         for tensor, version in self._versions.values():
             if _version(tensor) != version:
-                raise ModelError(f"a constant of shape {list(tensor.shape)} is changed in place after it was used",
-                                 "use the out-of-place form of the operator")
+                raise ModelError(
+                    f"a constant of shape {list(tensor.shape)} is changed in place after it was used",
+                    "use the out-of-place form of the operator",
+                )
 
     def _miss(self, func: Any, out: Any) -> None:
         """Note an operator without importer, and go on so that all are found in one run."""
         name = func.overloadpacket.__name__
         if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique"):
-            raise ModelError(f"{self.builder.source or 'the network'}: control flow or shapes depend on values of the "
-                             f"input (aten::{name}), which bounds can't follow")
+            raise ModelError(
+                f"{self.builder.source or 'the network'}: control flow or shapes depend on values of the "
+                f"input (aten::{name}), which bounds can't follow"
+            )
         entry = (self.builder.source or "?", f"aten::{name}")
         if entry not in self.unsupported:
             self.unsupported.append(entry)
@@ -156,8 +169,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that an operator writes to."""
     given = [*zip(func._schema.arguments, args, strict=False)]
     given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    return [value for argument, value in given
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)]
+    return [
+        value
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+    ]
 
 
 def _values(arg: Any) -> Iterator[Value]:
@@ -192,8 +208,9 @@ def _named(module: nn.Module, builder: Builder) -> Iterator[None]:
             handle.remove()
 
 
-def trace(module: nn.Module, input_shape: Sequence[int], *, dtype: torch.dtype | None = None,
-          example: Tensor | None = None) -> BoundGraph:
+def trace(
+    module: nn.Module, input_shape: Sequence[int], *, dtype: torch.dtype | None = None, example: Tensor | None = None
+) -> BoundGraph:
     """Record `module` on one instance.
 
     Args:
@@ -248,12 +265,23 @@ def trace(module: nn.Module, input_shape: Sequence[int], *, dtype: torch.dtype |
     graph = prune(builder.finish(value))
     for node in graph:
         if node.op == "opaque":
-            raise ModelError(f"{node.source}: the output depends on a secondary result of {node.attrs['operator']}, such "
-                             "as indices or statistics, which bounds can't follow")
-    return _compared(simplify(graph), second, expected)
+            raise ModelError(
+                f"{node.source}: the output depends on a secondary result of {node.attrs['operator']}, such "
+                "as indices or statistics, which bounds can't follow"
+            )
+    return _compared(_finite(simplify(graph)), second, expected)
 
 
 TOLERANCE = 1e-3  # of the largest output; rounding stays far below it
+
+
+def _finite(graph: BoundGraph) -> BoundGraph:
+    """The graph itself, unless a constant holds what is no finite number: nothing could be bounded."""
+    for node in graph:
+        for role, name in node.consts.items():
+            if not bool(graph.constants[name].value.isfinite().all()):
+                raise ModelError(f"{node.source or node.name}: the {role} has entries that are no finite numbers")
+    return graph
 
 
 def _compared(graph: BoundGraph, point: Tensor, expected: Any) -> BoundGraph:
@@ -272,14 +300,18 @@ def _compared(graph: BoundGraph, point: Tensor, expected: Any) -> BoundGraph:
     with torch.no_grad():
         out = Executor(graph, dtype=point.dtype, device=point.device).evaluate(point[None])[0]
     if out.shape != expected.shape:
-        raise ModelError(f"the shape of the network's output depends on the values of its input: {list(out.shape)} and "
-                         f"{list(expected.shape)}")
+        raise ModelError(
+            f"the shape of the network's output depends on the values of its input: {list(out.shape)} and "
+            f"{list(expected.shape)}"
+        )
     known = out.isfinite() & expected.isfinite()
     difference = torch.where(known, out - expected, 0.0).abs()
     scale = torch.where(known, expected, 0.0).abs()
     if difference.numel() and bool(difference.max() > TOLERANCE * scale.max() + 1e-6):
-        raise ModelError(f"the recorded graph differs from the module by {float(difference.max()):.3g} at a second point",
-                         "the output must follow from the input by tensor operators only")
+        raise ModelError(
+            f"the recorded graph differs from the module by {float(difference.max()):.3g} at a second point",
+            "the output must follow from the input by tensor operators only",
+        )
     return graph
 
 

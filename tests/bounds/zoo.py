@@ -72,7 +72,8 @@ def _convolutional() -> nn.Module:
 
 def _upward() -> nn.Module:
     return nn.Sequential(nn.ConvTranspose2d(1, 2, 2, 2, bias=False), nn.BatchNorm2d(2), nn.LeakyReLU(0.2),
-                         nn.AvgPool2d(2), nn.Conv2d(2, 2, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(2, 2))  # fmt: skip
+                         nn.AvgPool2d(2), nn.Conv2d(2, 2, 2, groups=2), nn.Tanh(), nn.Flatten(),
+                         nn.Linear(2, 2))  # fmt: skip
 
 
 def _mlp() -> nn.Module:

@@ -159,7 +159,7 @@ ALIASED = {f.__name__: f for f in (written_constant, written_variable, written_v
 @pytest.mark.parametrize("name", ALIASED)
 def test_writing_to_shared_memory_is_refused_or_followed(name: str) -> None:
     function = ALIASED[name]
-    with pytest.raises(ModelError, match="in place|unsupported"):
+    with pytest.raises(ModelError, match=r"in place|unsupported"):
         traced(function, (1, 3))
 
 
@@ -212,6 +212,14 @@ def test_unsupported_operators_are_listed_at_once() -> None:
     assert caught.value.operators[1][0].startswith("second")
     assert "aten::i0" in str(caught.value)
     assert "erfinv" in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_weights_must_be_numbers(bad: float) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    module[0].weight.data[1, 2] = bad
+    with pytest.raises(ModelError, match="0 Linear: the weight has entries that are no finite numbers"):
+        trace(module, (1, 3))
 
 
 REFUSED = {
