@@ -249,6 +249,11 @@ def trace(
         with torch.no_grad():
             second = torch.rand(point.shape, generator=torch.Generator().manual_seed(0)).to(point)
             expected = module(second.clone())  # a module may write to its input
+    except RuntimeError as error:
+        message = " ".join(str(error).split())
+        raise ModelError(
+            f"{builder.source or 'the network'} can't be run on an input of shape {list(input_shape)}: {message}"
+        ) from error
     finally:
         for part, training in modes:
             part.training = training

@@ -222,6 +222,11 @@ def test_weights_must_be_numbers(bad: float) -> None:
         trace(module, (1, 3))
 
 
+def test_shapes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ModelError, match=r"0 Linear can't be run on an input of shape \[1, 4\]"):
+        trace(nn.Sequential(nn.Linear(3, 2)), (1, 4))
+
+
 REFUSED = {
     "fmod": lambda x: torch.fmod(x, 2),
     "trunc": torch.trunc,
