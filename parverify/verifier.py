@@ -202,11 +202,11 @@ class Verifier:
             part = parts[some]
             rows = self._problem.rows(part, owner[some])
             start = self._executor.graph.output
-            swept = self._executor.sweep(start, rows, found.relaxed, region)
+            swept = self._executor.sweep(start, rows, found.relaxed, region, verdict=True)
             lower = swept.lower
             if alpha is not None:
                 lower = optimize(self._executor, start, rows, found.relaxed, region, options=alpha.alpha,
-                                 clock=self._clock)
+                                 clock=self._clock, verdict=True)
             lower = lower.reshape(len(part), -1)
             still = ~self._problem.closed(lower, part)
             kept.append(part[still])

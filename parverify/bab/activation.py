@@ -276,7 +276,7 @@ class BatchRun:
         """Bounds with the present parameters."""
         executor = self.space.problem.executor
         return executor.sweep(executor.graph.output, self.rows, self.relaxed, self.region, alphas=self.alphas,
-                              splits=self.splits(), taps=taps)
+                              splits=self.splits(), taps=taps, verdict=True)
 
     def ascend(self, lower: Tensor) -> None:
         """One optimizer step."""

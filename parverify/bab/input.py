@@ -102,7 +102,7 @@ class InputSpace:
         with torch.no_grad():
             found = bound_layers(executor, region, self.options, known=known, clock=self.clock)
             rows = problem.rows(part)
-            swept = executor.sweep(self.graph.output, rows, found.relaxed, region)
+            swept = executor.sweep(self.graph.output, rows, found.relaxed, region, verdict=True)
         width = problem.rows_per_part
         lower = swept.lower.reshape(len(domains), width)
         closed = problem.closed(lower, part)

@@ -20,8 +20,9 @@ from torch import Tensor
 from parverify.bounds.region import BoxRegion
 from parverify.clock import Clock
 from parverify.graph.ir import BoundGraph, Node
-from parverify.ops.kernel import KERNEL, ULPS, Box
+from parverify.ops.kernel import KERNEL, Box
 from parverify.ops.relaxation import Alpha
+from parverify.ops.rounding import ULPS
 from parverify.program.executor import Executor
 from parverify.program.rows import Dense, OneHot, Rows, tiles
 
@@ -58,6 +59,9 @@ class _Gate:
 
     def push(self, A: Tensor, owner: Tensor | None, alpha: Alpha | None) -> tuple[list[Tensor], Tensor]:
         return [(A.reshape(A.shape[0], -1) * self.gate).reshape(A.shape)], A.new_zeros(A.shape[0])
+
+    def mass(self, A: Tensor, owner: Tensor | None, constant: Tensor) -> Tensor:
+        return constant
 
 
 @dataclass(frozen=True)

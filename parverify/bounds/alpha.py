@@ -31,8 +31,8 @@ class AlphaOptions:
     """
 
     iterations: int = 20
-    lr: float = 0.1
-    decay: float = 0.98
+    lr: float = 0.25
+    decay: float = 0.95
 
 
 class Adam:
@@ -94,7 +94,7 @@ class Best:
 
 
 def optimize(executor: Executor, start: str, rows: Rows, relaxed: Mapping[str, Relaxed], region: Region, *,
-             options: AlphaOptions, clock: Clock | None = None, enough: float | None = None) -> Tensor:
+             options: AlphaOptions, clock: Clock | None = None, enough: float | None = None, verdict: bool = False) -> Tensor:
     """The best lower bounds (N,) of `rows` over all iterations.
 
     Args:
@@ -102,9 +102,10 @@ def optimize(executor: Executor, start: str, rows: Rows, relaxed: Mapping[str, R
         options: how long and how fast.
         clock: checked in every iteration.
         enough: stop once every bound is above this.
+        verdict: as for `Executor.sweep`.
     """
     with torch.no_grad():
-        best = Best(executor.sweep(start, rows, relaxed, region).lower)
+        best = Best(executor.sweep(start, rows, relaxed, region, verdict=verdict).lower)
     if options.iterations == 0:
         return best.lower
     alphas = start_alphas(executor, start, rows, relaxed, region.domains)
@@ -112,17 +113,16 @@ def optimize(executor: Executor, start: str, rows: Rows, relaxed: Mapping[str, R
     if not leaves:
         return best.lower
     adam = Adam(leaves, [options.lr] * len(leaves), options.decay)
-    for iteration in range(options.iterations):
+    for iteration in range(options.iterations + 1):
+        if iteration:
+            ascend(lower, leaves, adam)
         if clock is not None:
             clock.check("optimizing bounds")
         if enough is not None and bool((best.lower > enough).all()):
             break
         with torch.enable_grad():
-            lower = executor.sweep(start, rows, relaxed, region, alphas=alphas).lower
+            lower = executor.sweep(start, rows, relaxed, region, alphas=alphas, verdict=verdict).lower
         best.update(lower)
-        if iteration + 1 == options.iterations:
-            break
-        ascend(lower, leaves, adam)
     return best.lower
 
 

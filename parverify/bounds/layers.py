@@ -31,7 +31,7 @@ class BoundOptions:
         method: "ibp", "crown-ibp" (intermediate layers as ibp), "crown" or "alpha-crown".
         alpha: used by "alpha-crown".
         tile: rows pushed backward at once.
-        intersect: intersect backward bounds with interval bounds. Without it every neuron gets rows.
+        intersect: intersect backward bounds with interval bounds. Without it a neuron that gets rows keeps what they say.
     """
 
     method: str = "crown"
@@ -121,10 +121,7 @@ def refine(executor: Executor, node: Node, box: Box, found: LayerBounds, region:
     """`box` improved by backward rows: CROWN first, then alpha for the neurons that are still worth it."""
     flat = (box[0].reshape(region.domains, -1), box[1].reshape(region.domains, -1))
     for iterations in (0, options.alpha.iterations) if options.method == "alpha-crown" else (0,):
-        if options.intersect or iterations:
-            mask = worth_rows(executor.graph, node.name, flat)
-        else:
-            mask = torch.ones_like(flat[0], dtype=torch.bool)
+        mask = worth_rows(executor.graph, node.name, flat)
         owner, index = torch.nonzero(mask, as_tuple=True)
         if len(index):
             tighter = _bound_neurons(executor, node, (owner, index), found, region,

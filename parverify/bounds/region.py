@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from parverify.errors import UsageError
-from parverify.ops.kernel import ULPS, Box, inflate
+from parverify.ops.kernel import Box, inflate
+from parverify.ops.rounding import slack
 
 
 class Region(Protocol):
@@ -30,6 +31,9 @@ class Region(Protocol):
     def lower_bound(self, A: Tensor, owner: Tensor | None) -> Tensor:
         """(N,) minimum of each row A (N, n) over its domain, with an allowance for rounding."""
 
+    def magnitude(self, A: Tensor, owner: Tensor | None) -> Tensor:
+        """(N,) the largest sum of magnitudes of terms that a row takes on the domain, for allowances for rounding."""
+
     def minimizer(self, A: Tensor, owner: Tensor | None) -> Tensor:
         """(N, n) a point of the domain where the row is smallest."""
 
@@ -40,6 +44,10 @@ class Region(Protocol):
 
 def _own(table: Tensor, owner: Tensor | None) -> Tensor:
     return table if owner is None else table.index_select(0, owner)
+
+
+def _largest(box: Box) -> Tensor:
+    return torch.maximum(box[0].abs(), box[1].abs())
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,9 @@ class BoxRegion:
             return A @ center[0] - A.abs() @ radius[0]
         center, radius = _own(center, owner), _own(radius, owner)
         return (A * center).sum(1) - (A.abs() * radius).sum(1)
+
+    def magnitude(self, A: Tensor, owner: Tensor | None) -> Tensor:
+        return (A.abs() * _own(_largest(self.box()), owner)).sum(1)
 
     def minimizer(self, A: Tensor, owner: Tensor | None) -> Tensor:
         return torch.where(A >= 0, _own(self.lower, owner), _own(self.upper, owner))
@@ -110,8 +121,10 @@ class BallRegion:
         center, eps = _own(self.center, owner), _own(self.eps, owner)
         dual = A.abs().amax(1) if self.p == 1 else (A * A).sum(1).clamp(min=0).sqrt()
         value = (A * center).sum(1)
-        slack = ULPS * torch.finfo(A.dtype).eps * ((A.abs() * center.abs()).sum(1) + dual * eps)
-        return value - dual * eps - slack
+        return value - dual * eps - slack(A.dtype) * ((A.abs() * center.abs()).sum(1) + dual * eps)
+
+    def magnitude(self, A: Tensor, owner: Tensor | None) -> Tensor:
+        return (A.abs() * _own(_largest(self.box()), owner)).sum(1)
 
     def minimizer(self, A: Tensor, owner: Tensor | None) -> Tensor:
         center, eps = _own(self.center, owner), _own(self.eps, owner)

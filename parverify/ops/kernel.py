@@ -19,11 +19,11 @@ from torch import Tensor
 
 from parverify.graph.ir import Node
 from parverify.ops.convolution import transpose_conv2d
+from parverify.ops.rounding import slack
 
 Consts = Mapping[str, Tensor]
 Box = tuple[Tensor, Tensor]
 
-ULPS = 2.0  # rounding allowance of a sum, in units of the dtype's eps relative to the sum of magnitudes
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Rule:
 def inflate(lower: Tensor, upper: Tensor) -> Box:
     """Centre, and radius with an allowance for the rounding of the sums that they enter."""
     center, radius = (lower + upper) / 2, (upper - lower) / 2
-    slack = ULPS * torch.finfo(center.dtype).eps
-    return center, torch.addcmul(radius * (1 + slack), center.abs(), torch.full_like(center, slack))
+    extra = slack(center.dtype)
+    return center, torch.addcmul(radius * (1 + extra), center.abs(), torch.full_like(center, extra))
 
 
 def _spread(center: Tensor, radius: Tensor) -> Box:
@@ -170,7 +170,7 @@ def _scale_interval(node: Node, consts: Consts, boxes: Sequence[Box]) -> Box:
         center, radius = center * consts["factor"], radius * consts["factor"].abs()
     if "shift" in consts:
         center = center + consts["shift"]
-        radius = radius + ULPS * torch.finfo(center.dtype).eps * consts["shift"].abs()
+        radius = radius + slack(center.dtype) * consts["shift"].abs()
     return _spread(center, radius)
 
 
@@ -212,8 +212,7 @@ def _weighted_interval(apply: Callable[[Node, Consts, Sequence[Tensor]], Tensor]
         out = apply(node, consts, [center])
         spread = apply(node, magnitude, [radius])
         if "bias" in consts:
-            slack = ULPS * torch.finfo(out.dtype).eps
-            spread = spread + slack * _channels(node, consts["bias"].abs())
+            spread = spread + slack(out.dtype) * _channels(node, consts["bias"].abs())
         return _spread(out, spread)
 
     return interval
@@ -338,8 +337,8 @@ def _mul_interval(node: Node, consts: Consts, boxes: Sequence[Box]) -> Box:
     (lx, ux), (ly, uy) = boxes
     products = torch.stack([lx * ly, lx * uy, ux * ly, ux * uy])
     lower, upper = products.amin(0), products.amax(0)
-    slack = ULPS * torch.finfo(lower.dtype).eps
-    return lower - slack * lower.abs(), upper + slack * upper.abs()
+    extra = slack(lower.dtype)
+    return lower - extra * lower.abs(), upper + extra * upper.abs()
 
 
 KERNEL: dict[str, Rule] = {

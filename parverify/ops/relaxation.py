@@ -40,6 +40,9 @@ class Relaxed(Protocol):
             alpha: packed parameters, or None for the default lines.
         """
 
+    def mass(self, A: Tensor, owner: Tensor | None, constant: Tensor) -> Tensor:
+        """(N,) an upper bound on the magnitudes that were summed up for `constant`, for the allowance for rounding."""
+
 
 def _rows(table: Tensor, owner: Tensor | None) -> Tensor:
     """Per-domain values for rows: gathered by owner, or broadcast as they are."""
@@ -113,6 +116,17 @@ class RelaxedActivation:
         out, constant = push(flat, owner, alpha or {})
         return [out.reshape(A.shape)], constant
 
+    def mass(self, A: Tensor, owner: Tensor | None, constant: Tensor) -> Tensor:
+        if self.lean:
+            return -constant  # only chords have intercepts, and all terms have one sign
+        flat = A.reshape(A.shape[0], -1).abs()
+        total = torch.zeros_like(constant)
+        for role in ("lower", "upper"):
+            intercept = self._family(role).line()[1]
+            if intercept is not None:
+                total = total + _dot(flat, _rows(intercept.detach().abs().nan_to_num(posinf=0.0), owner))
+        return total
+
     def _push_relu(self, A: Tensor, owner: Tensor | None, alpha: Alpha) -> tuple[Tensor, Tensor]:
         lower, upper = self.lines.lower, self.lines.upper
         if not isinstance(lower, SlopeLine) or not isinstance(upper, FixedLine) or upper.intercept is None:
@@ -178,6 +192,11 @@ class RelaxedProduct:
         for_y = positive * torch.lerp(ux, lx, low) + negative * torch.lerp(ux, lx, high)
         constant = -(positive * torch.lerp(ux * uy, lx * ly, low) + negative * torch.lerp(ux * ly, lx * uy, high))
         return [for_x.reshape(A.shape), for_y.reshape(A.shape)], constant.sum(1)
+
+    def mass(self, A: Tensor, owner: Tensor | None, constant: Tensor) -> Tensor:
+        (lx, ux), (ly, uy) = self.box
+        largest = torch.maximum(lx.abs(), ux.abs()) * torch.maximum(ly.abs(), uy.abs())
+        return _dot(A.reshape(A.shape[0], -1).abs(), _rows(largest.detach(), owner))
 
 
 def relax(node: Node, boxes: list[Box]) -> Relaxed:

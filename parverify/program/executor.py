@@ -16,8 +16,9 @@ from torch import Tensor
 from parverify.bounds.region import Region
 from parverify.errors import ModelError
 from parverify.graph.ir import BoundGraph, Node
-from parverify.ops.kernel import KERNEL, ULPS, Box, Consts
+from parverify.ops.kernel import KERNEL, Box, Consts
 from parverify.ops.relaxation import Alpha, Relaxed
+from parverify.ops.rounding import VERDICT_ULPS, slack
 from parverify.program.rows import OneHot, Rows
 from parverify.program.steps import Affine, Concretize, Join, Program, Relax, compile_sweep
 
@@ -102,6 +103,12 @@ class Executor:
         """Role -> tensor of a node's constants."""
         return {role: self._constants[name] for role, name in node.consts.items()}
 
+    @functools.cache  # noqa: B019
+    def offset(self, node: Node) -> Tensor:
+        """(n,) what an affine node gives for inputs of zero: its constants, spread over its value."""
+        zeros = [torch.zeros(1, *shape, dtype=self.dtype, device=self.device) for shape in node.attrs["in_shapes"]]
+        return KERNEL[node.op].forward(node, self.constants(node), zeros).detach().reshape(-1)
+
     def resident_bytes(self) -> int:
         """Bytes of constants that stay on this rank."""
         return sum(value.numel() * value.element_size() for value in self._constants.values())
@@ -138,7 +145,7 @@ class Executor:
 
     def sweep(self, start: str, rows: Rows, relaxed: Mapping[str, Relaxed], region: Region, *,
               alphas: Mapping[str, Alpha] | None = None, splits: Mapping[str, Splits] | None = None,
-              taps: bool = False) -> Swept:
+              taps: bool = False, verdict: bool = False) -> Swept:
         """Lower bounds of `rows` on the value of `start` (CROWN, with alpha and beta where given).
 
         Args:
@@ -149,6 +156,7 @@ class Executor:
             alphas: node name -> packed alphas (N, F).
             splits: node name -> split constraints on its value, for these rows.
             taps: also return the rows as they arrive on nonlinear nodes.
+            verdict: a verdict is drawn from the bounds: a larger allowance for rounding.
 
         Returns:
             The bounds, with an allowance for rounding.
@@ -168,7 +176,11 @@ class Executor:
                 run.join(step.node)
             elif isinstance(step, Concretize):
                 final = run.at(step.node, splits).reshape(len(rows), -1)
-                lower = run.total(region.lower_bound(final, run.owner))
+                lower = region.lower_bound(final, run.owner)
+                if verdict:
+                    extra = VERDICT_ULPS * torch.finfo(lower.dtype).eps
+                    lower = lower - extra * (region.magnitude(final.detach(), run.owner) + run.mass)
+                lower = run.total(lower)
         if lower is None or final is None:
             raise ModelError(f"the sweep from {start} does not reach the input")
         return Swept(lower, final, tapped)
@@ -185,19 +197,20 @@ class _Sweep:
         self._waiting: dict[str, list[Tensor]] = {}
         like = rows.sign if isinstance(rows, OneHot) else rows.A
         self._constant = like.new_zeros(len(rows))
-        self._mass = like.new_zeros(len(rows))
+        self.mass = like.new_zeros(len(rows))
         if not isinstance(rows, OneHot) and rows.constant is not None:
             self._add(rows.constant)
 
-    def _add(self, constant: Tensor | None) -> None:
+    def _add(self, constant: Tensor | None, mass: Tensor | None = None) -> None:
+        """Add a constant, and the magnitude of what was summed up for it (its own where it is a single term)."""
         if constant is not None:
             self._constant = self._constant + constant
-            self._mass = self._mass + constant.detach().abs()
+            self.mass = self.mass + (constant.detach().abs() if mass is None else mass)
 
-    def _put(self, node: Node, parts: Sequence[Tensor], constant: Tensor | None) -> None:
+    def _put(self, node: Node, parts: Sequence[Tensor], constant: Tensor | None, mass: Tensor | None = None) -> None:
         for name, part in zip(node.inputs, parts, strict=True):
             self._waiting.setdefault(name, []).append(part)
-        self._add(constant)
+        self._add(constant, mass)
 
     def join(self, name: str) -> None:
         parts = self._waiting.get(name, [])
@@ -225,17 +238,21 @@ class _Sweep:
             raise ModelError(f"node {node.name} ({node.op}) is not affine")
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
-        self._put(node, *rule.backward(node, consts, A))
+        parts, constant = rule.backward(node, consts, A)
+        mass = None
+        if constant is not None:
+            mass = A.detach().abs().reshape(A.shape[0], -1) @ self._executor.offset(node).abs()
+        self._put(node, parts, constant, mass)
 
     def relax(self, node: Node, relaxed: Relaxed, alpha: Alpha | None, splits: Mapping[str, Splits]) -> None:
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
-        self._put(node, *relaxed.push(A, self.owner, alpha))
+        parts, constant = relaxed.push(A, self.owner, alpha)
+        self._put(node, parts, constant, relaxed.mass(A.detach(), self.owner, constant.detach()))
 
     def total(self, value: Tensor) -> Tensor:
         """Concretized rows plus constants, less what rounding may have added; no number is no bound."""
-        slack = ULPS * torch.finfo(value.dtype).eps * self._mass
-        lower = value + self._constant - slack
+        lower = value + self._constant - slack(value.dtype) * self.mass
         return torch.where(lower.isnan() | (lower == torch.inf), -torch.inf, lower)
 
 
