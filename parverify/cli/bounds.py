@@ -14,9 +14,10 @@ from parverify.cli.options import settings_options, take_settings, talk_options,
 from parverify.cli.run import check_files
 from parverify.cli.work import Boundary
 from parverify.clock import Clock
-from parverify.errors import UsageError
+from parverify.errors import ParverifyError
 from parverify.results import AtomicFile, to_json
 
+KEYS = ("method", "strategy", "world_size", "dtype", "lower", "upper", "layers", "digest", "seconds", "ranks")
 METHODS = ("ibp", "crown-ibp", "crown", "alpha-crown")
 _SHOWN = 10
 
@@ -27,7 +28,9 @@ _SHOWN = 10
 @settings_options(METHODS)
 @timeout_option
 @click.option("--json", "json_file", metavar="FILE", help="Where the bounds go; - for stdout.")
-@click.option("--layers", is_flag=True, help="Also the bounds of every layer.")
+@click.option(
+    "--layers", is_flag=True, help="Also every neuron's bounds, not only how many are unstable in each layer."
+)
 @talk_options
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
@@ -55,8 +58,9 @@ def _bounds(options: dict[str, Any], started: float) -> None:
     from parverify.api import bounds_report
 
     report = dict(bounds_report(model, spec, settings=settings, clock=clock))
+    check_report(report)
     if not options["layers"]:
-        report.pop("layers", None)
+        report["layers"] = [_without_bounds(layer) for layer in report["layers"]]
     if file is not None:
         file.write(to_json(report))
     elif target == "-":
@@ -65,38 +69,46 @@ def _bounds(options: dict[str, Any], started: float) -> None:
         _print_tables(report)
 
 
+def check_report(report: Mapping[str, Any]) -> None:
+    """Raise `ParverifyError` unless the report has every key, and as many lower as upper bounds everywhere."""
+    missing = [key for key in KEYS if key not in report]
+    if missing:
+        raise ParverifyError(f"the engine's report lacks {', '.join(missing)}")
+    for place, part in [("outputs", report), *((f"layer {layer['name']}", layer) for layer in report["layers"])]:
+        if len(part["lower"]) != len(part["upper"]):
+            raise ParverifyError(f"{place}: {len(part['lower'])} lower but {len(part['upper'])} upper bounds")
+
+
+def _without_bounds(layer: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in layer.items() if key not in ("lower", "upper")}
+
+
 def _print_tables(report: Mapping[str, Any]) -> None:
-    """The outputs, and the layers if they are there, as tables on stderr."""
+    """The outputs, and the layers, as tables on stderr."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(file=sys.stderr)
-    outputs = report.get("outputs", {})
-    lower, upper = list(outputs.get("lower", [])), list(outputs.get("upper", []))
-    table = Table("output", "lower", "upper", "width", title=f"{report.get('method', '')} bounds")
+    lower, upper = list(report["lower"]), list(report["upper"])
+    table = Table("output", "lower", "upper", "width", title=f"{report['method']} bounds, {report['seconds']:.2f} s")
     for index, (low, high) in enumerate(zip(lower[:_SHOWN], upper[:_SHOWN], strict=True)):
         table.add_row(f"Y_{index}", f"{low:.6g}", f"{high:.6g}", f"{high - low:.6g}")
     if len(lower) > _SHOWN:
         table.caption = f"{len(lower) - _SHOWN} more outputs; --json has them all"
     console.print(table)
-    if report.get("layers"):
+    if report["layers"]:
         console.print(_layer_table(report["layers"]))
 
 
 def _layer_table(layers: list[Mapping[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table("layer", "operator", "neurons", "mean width", "max width")
+    bounded = any("lower" in layer for layer in layers)
+    table = Table("layer", "operator", "neurons", "unstable", *(["mean width", "max width"] if bounded else []))
     for layer in layers:
-        if len(layer["lower"]) != len(layer["upper"]):
-            raise UsageError(f"layer {layer.get('name')}: as many lower as upper bounds are needed")
-        widths = [high - low for low, high in zip(layer["lower"], layer["upper"], strict=True)]
-        mean = sum(widths) / max(len(widths), 1)
-        table.add_row(
-            str(layer.get("name", "")),
-            str(layer.get("op", "")),
-            str(len(widths)),
-            f"{mean:.6g}",
-            f"{max(widths, default=0.0):.6g}",
-        )
+        cells = [str(layer[key]) for key in ("name", "op", "neurons", "unstable")]
+        if bounded:
+            widths = [high - low for low, high in zip(layer["lower"], layer["upper"], strict=True)]
+            cells += [f"{sum(widths) / max(len(widths), 1):.6g}", f"{max(widths, default=0.0):.6g}"]
+        table.add_row(*cells)
     return table

@@ -125,25 +125,49 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+LAYER = {"name": "relu1", "op": "Relu", "neurons": 2, "unstable": 1, "lower": [-1.0, 0.0], "upper": [1.0, 3.0]}
+REPORT = {
+    "method": "crown",
+    "strategy": "single",
+    "world_size": 1,
+    "dtype": "float32",
+    "lower": [-1.5],
+    "upper": [float("inf")],
+    "layers": [LAYER],
+    "digest": "00",
+    "seconds": 0.5,
+    "ranks": [{"peak_bytes": 1, "resident_bytes": 1, "collectives": {}}],
+}
+
+
 def test_bounds(api: types.ModuleType, files: Make) -> None:
     seen = {}
 
     def bounds_report(model: str, spec: str, **options: object) -> dict[str, object]:
         seen.update(options)
-        layer = {"name": "relu1", "op": "relu", "lower": [0.0, 0.0], "upper": [1.0, 3.0]}
-        return {"method": "crown", "outputs": {"lower": [-1.5], "upper": [float("inf")]}, "layers": [layer]}
+        return REPORT
 
     api.bounds_report = bounds_report  # type: ignore[attr-defined]
     made = files("")
     result = call("bounds", str(made.model), str(made.spec), "--json", "-")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"method": "crown", "outputs": {"lower": [-1.5], "upper": ["inf"]}}
-    assert "Y_0" in result.stderr and "-1.5" in result.stderr and "relu1" not in result.stderr
+    layer = {key: LAYER[key] for key in ("name", "op", "neurons", "unstable")}
+    assert json.loads(result.stdout) == {**REPORT, "upper": ["inf"], "layers": [layer]}
+    assert "Y_0" in result.stderr and "-1.5" in result.stderr and "relu1" in result.stderr
     assert seen["settings"].method == "crown"
     arguments = ["--layers", "--method", "ibp", "--json", str(made.json)]
     result = call("bounds", str(made.model), str(made.spec), *arguments)
-    assert result.stdout == "" and "relu1" in result.stderr and seen["settings"].method == "ibp"
-    assert json.loads(made.json.read_text())["layers"][0]["upper"] == [1.0, 3.0]
+    assert result.stdout == "" and "max width" in result.stderr and seen["settings"].method == "ibp"
+    assert json.loads(made.json.read_text())["layers"] == [LAYER]
+
+
+@pytest.mark.parametrize("broken", [{"digest": None}, {"upper": []}, {"layers": [{**LAYER, "lower": [0.0]}]}])
+def test_bounds_of_a_broken_report_are_an_error(api: types.ModuleType, files: Make, broken: dict[str, object]) -> None:
+    report = {key: value for key, value in {**REPORT, **broken}.items() if value is not None}
+    api.bounds_report = lambda model, spec, **options: report  # type: ignore[attr-defined]
+    made = files("")
+    result = call("bounds", str(made.model), str(made.spec), "--json", str(made.json))
+    assert (result.exit_code, len(result.stderr.splitlines()), made.json.exists()) == (20, 1, False)
 
 
 def test_bounds_fails_with_the_code_of_the_error(api: types.ModuleType, files: Make) -> None:
