@@ -55,20 +55,21 @@ class NullProgress:
 
 
 class LineProgress:
-    """Plain lines: warnings always; with `verbose` also messages, phases, and a state every few seconds.
+    """Plain lines: warnings, and the state of a search that lasts; with `verbose` also messages and phases.
 
     Args:
         stream: where lines go; stderr as it is at the time of the call if None.
-        verbose: say more than warnings.
-        interval: least seconds between two lines about the state of the search.
+        verbose: say more, and the state of the search more often.
+        interval: least seconds between two lines about the state of the search, and before the first unless
+            `verbose`; a few with `verbose`, else more, if None.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, verbose: bool = False, interval: float = 3.0) -> None:
+    def __init__(self, stream: TextIO | None = None, *, verbose: bool = False, interval: float | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._verbose = verbose
-        self._interval = interval
+        self._interval = interval if interval is not None else 3.0 if verbose else 10.0
         self._started = time.monotonic()
-        self._last = -math.inf
+        self._last = -math.inf if verbose else self._started
 
     def phase(self, name: str) -> None:
         """Write the phase's name and when it began."""
@@ -78,7 +79,7 @@ class LineProgress:
     def update(self, *, open: int, closed: int, worst: float, rate: float, left: float) -> None:
         """Write the state, unless the last one was written less than `interval` ago."""
         now = time.monotonic()
-        if self._verbose and now - self._last >= self._interval:
+        if now - self._last >= self._interval:
             self._last = now
             self._write(f"[{now - self._started:7.2f} s] " + format_state(open, closed, worst, rate, left))
 

@@ -32,6 +32,13 @@ def test_lines_are_warnings_only_unless_verbose() -> None:
     assert stream.getvalue() == "warning: a warning [with] brackets\n"
 
 
+def test_a_search_that_lasts_is_reported_in_any_case() -> None:
+    stream = io.StringIO()
+    talk(LineProgress(stream, interval=0.0))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 4 and lines[2].endswith("3 open, 2 closed, worst bound -0.25, 12/s")
+
+
 def test_verbose_lines_about_the_state_are_rare() -> None:
     stream = io.StringIO()
     talk(LineProgress(stream, verbose=True))
