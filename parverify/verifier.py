@@ -240,7 +240,7 @@ class Verifier:
             else:
                 kind = "input" if free <= INPUT_SPLIT_DIMS or not splittable else "activation"
         fallback = self._settings.branching.kind == "auto" and self._settings.method == "auto"
-        if kind == "input":
+        if kind == "input" or not splittable:
             reason = self._search_inputs(may_give_up=fallback and splittable)
             if reason is not None:
                 return reason
@@ -258,7 +258,12 @@ class Verifier:
         try:
             self._note(result, "input")
             if result.finished or result.witness is not None:
-                return self._conclude(result)
+                reason = self._conclude(result)
+                if not reason and result.witness is None:
+                    self._state.open = self._state.open[:0]
+                return reason
+            if result.unresolved:  # disjuncts of boxes that were set aside are in the pool no more
+                return None
             self._state.open = torch.unique(torch.cat([pool.pop(len(pool))["part"]])).to(self._state.open.device)
             return None
         finally:
@@ -267,15 +272,17 @@ class Verifier:
     def _search_activations(self) -> str:
         options = self._options("alpha-crown")
         reasons: list[str] = []
-        for boxes in torch.unique(self._problem.box_of[self._state.open]).split(1):
-            parts = self._state.open[self._problem.box_of[self._state.open] == boxes[0]]
+        left: list[Tensor] = []
+        waiting = self._state.open
+        for boxes in torch.unique(self._problem.box_of[waiting]).split(1):
+            parts = waiting[self._problem.box_of[waiting] == boxes[0]]
             reason = self._search_box(boxes, parts, options)
             if self._state.witness is not None:
                 return ""
             if reason:
                 reasons.append(reason)
-        if not reasons:
-            self._state.open = self._state.open[:0]
+                left.append(parts)
+        self._state.open = torch.cat(left) if left else waiting[:0]
         return "; ".join(sorted(set(reasons)))
 
     def _search_box(self, boxes: Tensor, parts: Tensor, options: BoundOptions) -> str:
@@ -318,7 +325,6 @@ class Verifier:
             reasons = sorted(set(result.unresolved))
             return f"{len(result.unresolved)} subproblems stay open: " + "; ".join(reasons[:3])
         if result.finished and result.open == 0:
-            self._state.open = self._state.open[:0]
             return ""
         return "the search ended early"
 

@@ -132,7 +132,7 @@ class ActivationSpace:
 
     def bound(self, domains: Domains) -> Bounded:
         """Optimize alphas and betas in stages; closed domains leave between stages."""
-        total, last = len(domains), self.options.iterations
+        total, last = len(domains), max(1, self.options.iterations)
         stages = sorted({max(1, last // 5), max(1, last // 2), last})
         done = 0
         witness = None

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from parverify.attack.batches import out_of_memory
 from parverify.bab.domains import Domains, Pool
 from parverify.clock import Clock
 from parverify.progress import Progress
@@ -133,8 +134,8 @@ def search(space: Space, roots: Domains, *, batch: BatchSize, memory: int, clock
         try:
             children, stuck = space.split(domains, batch.size)
             bounded = space.bound(children) if len(children) else Bounded(children, 0)
-        except (MemoryError, torch.OutOfMemoryError):
-            if batch.size <= 1:
+        except (MemoryError, RuntimeError) as error:
+            if batch.size <= 1 or not (isinstance(error, MemoryError) or out_of_memory(error)):
                 raise
             batch.halve()
             progress.log(f"out of memory: the batch is halved to {batch.size} domains")
@@ -155,7 +156,7 @@ def search(space: Space, roots: Domains, *, batch: BatchSize, memory: int, clock
         state.open, state.worst, state.spilled = len(pool), pool.worst, pool.spilled
         rate = state.bounded / max(time.monotonic() - started, 1e-9)
         progress.update(open=state.open, closed=state.closed, worst=state.worst, rate=rate, left=clock.left)
-        if pause is not None and pause(state):
+        if pause is not None and len(pool) and pause(state):
             return state, pool
     state.finished = state.witness is None
     state.open = len(pool)
