@@ -21,6 +21,7 @@ from parverify.errors import UsageError
 METHODS = ("auto", "ibp", "crown-ibp", "crown", "alpha-crown", "beta-crown")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "float64")
+_SEE = "see docs/config.md for what is allowed"
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -56,14 +57,14 @@ def _check_value(section: Any, item: dataclasses.Field[Any]) -> None:
     if value is None and kind == (int | None):
         return
     if not _has_type(value, int if kind == (int | None) else kind):
-        raise UsageError(f"setting {item.name}: {value!r} is not of type {_type_name(kind)}")
+        raise UsageError(f"setting {item.name}: {value!r} is not of type {_type_name(kind)}", _SEE)
     choices, least, above = (item.metadata.get(key) for key in ("choices", "least", "above"))
     if choices and value not in choices:
         raise UsageError(f"setting {item.name}: {value!r} is not one of {', '.join(choices)}")
     if least is not None and not (least <= value < math.inf):
-        raise UsageError(f"setting {item.name}: {value!r} is not a finite number >= {least}")
+        raise UsageError(f"setting {item.name}: {value!r} is not a finite number >= {least}", _SEE)
     if above is not None and not (above < value < math.inf):
-        raise UsageError(f"setting {item.name}: {value!r} is not a finite number > {above}")
+        raise UsageError(f"setting {item.name}: {value!r} is not a finite number > {above}", _SEE)
 
 
 def _has_type(value: Any, kind: Any) -> bool:
@@ -210,7 +211,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         document = _toml_loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"can't read the configuration {path}: {error.strerror or error}") from error
+        raise UsageError(
+            f"can't read the configuration {path}: {error.strerror or error}", "name a TOML file"
+        ) from error
     except ValueError as error:  # malformed TOML and malformed UTF-8 alike
         raise UsageError(f"{path} is not TOML: {error}", "see docs/config.md for an example") from error
     found: dict[str, Any] = {}
@@ -277,12 +280,12 @@ def _parse(value: str, kind: Any, *, source: str) -> Any:
         return None if value == "none" else parse_memory(value)
     if kind is bool:
         if value not in ("true", "false"):
-            raise UsageError(f"{source}: {value!r} is neither true nor false")
+            raise UsageError(f"{source}: {value!r} is neither true nor false", _SEE)
         return value == "true"
     try:
         return kind(value)
     except ValueError as error:
-        raise UsageError(f"{source}: {value!r} is not of type {_type_name(kind)}") from error
+        raise UsageError(f"{source}: {value!r} is not of type {_type_name(kind)}", _SEE) from error
 
 
 def make_settings(values: Mapping[str, Any]) -> Settings:

@@ -21,6 +21,7 @@ from typing import Any
 from parverify.errors import ParverifyError, UsageError
 
 SEED = "unknown"
+_WHERE = "name a file in a folder where you may write"
 
 
 def format_witness(x: Sequence[float], y: Sequence[float]) -> str:
@@ -79,12 +80,18 @@ class AtomicFile:
     def __init__(self, path: str | Path, *, option: str = "the file") -> None:
         self.path = Path(os.path.realpath(path))
         self._option = option
+        if not str(path):
+            raise UsageError(f"{option}: the name is empty", "name a file")
         try:
             if self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode):
                 raise UsageError(f"{option}: {path} is not a regular file", "name a file, not a folder or a device")
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"{option}: can't write {path}: {error.strerror or error}") from error
+            raise UsageError(f"{option}: can't write {path}: {error.strerror or error}", _WHERE) from error
+
+    def probe(self) -> None:
+        """Raise `UsageError` if nothing can be written there; the content stays as it is."""
+        self._replace(None)
 
     def write(self, text: str) -> None:
         """Replace the content.
@@ -92,17 +99,23 @@ class AtomicFile:
         Raises:
             UsageError: if it can't be written; the old content stands then.
         """
+        self._replace(text)
+
+    def _replace(self, text: str | None) -> None:
         scratch = self.path.with_name(f".{self.path.name[:200]}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             with open(scratch, "w", encoding="utf-8") as handle:
-                handle.write(text)
+                handle.write(text or "")
                 handle.flush()
                 os.fsync(handle.fileno())
-            os.replace(scratch, self.path)
+            if text is None:
+                scratch.unlink()
+            else:
+                os.replace(scratch, self.path)
         except OSError as error:
             with contextlib.suppress(OSError):
                 scratch.unlink()
-            raise UsageError(f"{self._option}: can't write {self.path}: {error.strerror or error}") from error
+            raise UsageError(f"{self._option}: can't write {self.path}: {error.strerror or error}", _WHERE) from error
 
 
 class ResultsFile:

@@ -69,7 +69,8 @@ class LazyGroup(click.Group):
         try:
             code = super().main(arguments, prog_name, standalone_mode=False, **extra)
         except click.ClickException as error:
-            code = _report(UsageError(" ".join(error.format_message().split()).rstrip("."), _help_hint(error)))
+            message = " ".join(error.format_message().split()).rstrip(".")
+            code = _report(UsageError(message, None if "; hint: " in message else _help_hint(error)))
         except (click.Abort, KeyboardInterrupt):
             code = _report(ParverifyError("interrupted"))
         except ParverifyError as error:

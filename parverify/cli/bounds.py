@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from parverify.cli.files import check_files, keep_inputs
 from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
-from parverify.cli.run import check_files
 from parverify.cli.work import Boundary
 from parverify.clock import Clock
 from parverify.errors import ParverifyError
@@ -49,7 +49,10 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 def _bounds(options: dict[str, Any], started: float) -> None:
     model, spec, target = options["model"], options["spec"], options["json_file"]
+    keep_inputs((model, spec, options["config"]), {"--json": target})
     file = None if target in (None, "-") else AtomicFile(target, option="--json")
+    if file is not None:
+        file.probe()
     settings = take_settings(options)
     if settings.method not in METHODS:
         settings = replace(settings, method="crown")

@@ -13,18 +13,18 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 
+from parverify.cli.files import check_files, keep_inputs
 from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
 from parverify.cli.outcome import Outcome
 from parverify.cli.supervise import Stop, Worker, stop_signals, wait
 from parverify.cli.work import Boundary, Request, work
 from parverify.clock import Clock
 from parverify.config import Settings
-from parverify.errors import ModelError, SpecError, UsageError
+from parverify.errors import UsageError
 from parverify.results import AtomicFile, ResultsFile, format_witness, to_json
 
 _SHOW_CURSOR = "\r\x1b[K\x1b[?25h"
@@ -111,11 +111,11 @@ def run(task: Task, options: dict[str, Any]) -> int:
         The exit code.
 
     Raises:
-        UsageError: if a file can't be written, before any work.
+        UsageError: if a file can't be written or is an input, before any work.
     """
     report_path, results_path = options.pop("json_file"), options.pop("results_file")
-    if report_path and results_path and os.path.realpath(report_path) == os.path.realpath(results_path):
-        raise UsageError(f"--json and --results-file are the same file: {results_path}")
+    outputs = {"--results-file": results_path, "--json": report_path}
+    keep_inputs((task.model, task.spec, options.get("config")), outputs)
     report = Report(task, report_path)
     results = ResultsFile(results_path)
     with contextlib.ExitStack() as afterwards:  # the worker is put away once the answer stands in the file
@@ -126,19 +126,6 @@ def run(task: Task, options: dict[str, Any]) -> int:
             check_files(task.model, task.spec)
         outcome = boundary.outcome or _decide(_request(task, settings), task, stop, afterwards)
         return _answer(outcome, results, report, settings, task)
-
-
-def check_files(model: str, spec: str) -> None:
-    """Raise at once, before torch is loaded, if a file is not there; a file may exist as `.gz` only."""
-    several_networks = "=" in model and not Path(model).exists()  # f=first.onnx;g=second.onnx
-    if not several_networks and not _exists(model):
-        raise ModelError(f"no such file: {model}")
-    if not _exists(spec):
-        raise SpecError(f"no such file: {spec}")
-
-
-def _exists(path: str) -> bool:
-    return Path(path).is_file() or Path(path + ".gz").is_file()
 
 
 def _request(task: Task, settings: Settings | None) -> Request:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from parverify.cli.files import check_model
 from parverify.cli.work import Boundary
 from parverify.errors import ModelError, UnsupportedOperatorError
 
@@ -21,6 +22,8 @@ def command(ctx: click.Context, /, model: str | None, verbose: bool) -> None:
     read, 22 some are not supported.
     """
     with Boundary(verbose=verbose) as boundary:
+        if model is not None:
+            check_model(model)
         _supports(model)
     if boundary.outcome is not None:
         click.echo(f"{boundary.outcome.verdict}: {boundary.outcome.reason}", err=True)

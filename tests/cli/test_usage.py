@@ -39,7 +39,8 @@ def call(*arguments: str) -> Result:
         (["run", "a", "b", "--dtype", "float16"], "float16"),
         (["run", "a", "b", "--seed", "-1"], "-1"),
         (["run", "a", "b", "--json", "-"], "stdout holds the verdict"),
-        (["run", "a", "b", "--json", "./c", "--results-file", "c"], "are the same file"),
+        (["run", "a", "b", "--json", "./c", "--results-file", "c"], "--json: ./c is the same file as --results-file c"),
+        (["run", "a", "b", "--results-file", ""], "--results-file: the name is empty"),
         (["bounds", "a", "b", "--method", "beta-crown"], "beta-crown"),
         (["bench", "nowhere", "--out", "x"], "no instances.csv in nowhere"),
         (["bench", "nowhere", "--out", "x", "--timeout", "1", "--timeout-scale", "2"], "exclude each other"),
@@ -49,6 +50,52 @@ def test_bad_usage_is_one_line_and_code_2(arguments: list[str], text: str) -> No
     result = call(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and text in result.stderr
+    assert result.stderr.count("hint: ") <= 1
+
+
+@pytest.mark.parametrize("option", ["--results-file", "--json"])
+@pytest.mark.parametrize("given", ["model", "spec", "gz", "link", "config"])
+def test_no_input_is_overwritten(files: Make, option: str, given: str) -> None:
+    made = files("unsat")
+    target = made.spec if given == "spec" else made.model
+    extra = []
+    if given == "gz":
+        target = made.model.rename(f"{made.model}.gz")
+    if given == "link":
+        target = made.folder / "link"
+        target.symlink_to(made.model)
+    if given == "config":
+        target = made.folder / "c.toml"
+        target.write_text("")
+        extra = ["--config", str(target)]
+    before = target.read_bytes()
+    result = call("run", str(made.model), str(made.spec), option, str(target), *extra)
+    assert (result.exit_code, result.stdout, target.read_bytes()) == (2, "", before)
+    assert "is the same file as" in result.stderr
+    if option == "--json":
+        result = call("bounds", str(made.model), str(made.spec), option, str(target), *extra)
+        assert (result.exit_code, result.stdout, target.read_bytes()) == (2, "", before)
+
+
+@pytest.mark.parametrize(("name", "text"), [("gone.onnx", "no such file"), ("folder", "is a folder, not a file")])
+def test_missing_files_are_named_before_torch_is_loaded(files: Make, name: str, text: str) -> None:
+    made = files("unsat")
+    (made.folder / "folder").mkdir()
+    other = str(made.folder / name)
+    spec, model = str(made.spec), str(made.model)
+    for arguments in (["run", other, spec], ["run", model, other], ["bounds", other, spec], ["supports", other]):
+        script = f"import sys\nfrom parverify.cli import cli\nprint(cli.main({arguments!r}, standalone_mode=False))\n"
+        script += "print(sorted({'torch', 'numpy', 'onnx'} & set(sys.modules)))"
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+        code = 23 if arguments[1] == model else 21
+        assert done.stdout.splitlines()[-2:] == [str(code), "[]"], done.stdout
+        assert text in done.stderr and "; hint: " in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_unwritable_report_is_refused_before_any_work(api: types.ModuleType, files: Make) -> None:
+    made = files("")
+    result = call("bounds", str(made.model), str(made.spec), "--json", "/proc/report")
+    assert result.exit_code == 2 and "--json: can't write /proc/report" in result.stderr
 
 
 @pytest.mark.parametrize(
