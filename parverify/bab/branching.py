@@ -43,21 +43,54 @@ class Choice:
 
 
 def scores(space: ActivationSpace, run: BatchRun, swept: Swept) -> list[Tensor]:
-    """For each bounded node (D, n): what its neurons' relaxations cost the best row of each domain."""
+    """For each bounded node (D, n): what its neurons' relaxations cost the best row of each domain.
+
+    Where they cost that row nothing, the other rows of the conjunction count; where they cost no row anything, every
+    undecided ReLU is worth a split, because only a leaf with all of them decided can be handed to a linear program.
+    """
     count = len(run.domains)
     lower = swept.lower.reshape(count, run.width)
     best = (lower - space.problem.need[run.part]).argmax(1)
     pick = torch.arange(count, device=best.device) * run.width + best
+    taps = {name: A.reshape(count * run.width, -1) for name, A in swept.taps.items()}
+    table = _costs(space, run, {name: _signed(A[pick]) for name, A in taps.items()})
+    if run.width > 1 and bool(_idle(table).any()):
+        everyone = {name: _signed(A) for name, A in taps.items()}
+        summed = {name: (above.reshape(count, run.width, -1).sum(1), below.reshape(count, run.width, -1).sum(1))
+                  for name, (above, below) in everyone.items()}
+        table = _instead(table, _costs(space, run, summed))
+    if space.graph.piecewise_linear and bool(_idle(table).any()):
+        one = {node.name: (torch.ones_like(run.boxes[node.inputs[0]][0]),) * 2 for node in space.graph.nonlinear}
+        table = _instead(table, _costs(space, run, one))
+    return table
+
+
+def _signed(A: Tensor) -> tuple[Tensor, Tensor]:
+    """The magnitudes of negative and of positive coefficients: how much the upper and the lower line count."""
+    return A.clamp(max=0).abs(), A.clamp(min=0)
+
+
+def _idle(table: list[Tensor]) -> Tensor:
+    """(D,) domains without any score."""
+    return torch.stack([(score <= 0).all(1) for score in table]).all(0)
+
+
+def _instead(table: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+    """Other scores where there is none."""
+    idle = _idle(table)[:, None]
+    return [torch.where(idle, there, here) for here, there in zip(table, other, strict=True)]
+
+
+def _costs(space: ActivationSpace, run: BatchRun, weights: dict[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
     total = {name: torch.zeros_like(run.boxes[name][0]) for name in space.names}
     for node in space.graph.nonlinear:
-        if node.name in swept.taps:
-            A = swept.taps[node.name].reshape(count * run.width, -1)[pick]
-            _add_cost(total, node, A, run)
+        if node.name in weights:
+            _add_cost(total, node, weights[node.name], run)
     return [total[name].nan_to_num(nan=0.0, posinf=torch.finfo(total[name].dtype).max) for name in space.names]
 
 
-def _add_cost(total: dict[str, Tensor], node: Node, A: Tensor, run: BatchRun) -> None:
-    above, below = A.clamp(max=0).abs(), A.clamp(min=0)
+def _add_cost(total: dict[str, Tensor], node: Node, weights: tuple[Tensor, Tensor], run: BatchRun) -> None:
+    above, below = weights
     boxes = [run.boxes[name] for name in node.inputs]
     if node.op == "act":
         upper_gap, lower_gap = node.attrs["activation"].gap(*boxes[0])
@@ -68,7 +101,7 @@ def _add_cost(total: dict[str, Tensor], node: Node, A: Tensor, run: BatchRun) ->
         total[node.inputs[0]] = total[node.inputs[0]] + cost
         return
     (lx, ux), (ly, uy) = boxes
-    cost = A.abs() * (ux - lx) * (uy - ly) / 4
+    cost = (above + below) * (ux - lx) * (uy - ly) / 4
     wide_x = (ux - lx) >= (uy - ly)
     total[node.inputs[0]] = total[node.inputs[0]] + torch.where(wide_x, cost, 0.0)
     total[node.inputs[1]] = total[node.inputs[1]] + torch.where(wide_x, 0.0, cost)
