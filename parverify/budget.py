@@ -13,7 +13,7 @@ from parverify.errors import ResourceError
 from parverify.graph.ir import BoundGraph
 
 ROW_COPIES = 4  # tensors the size of a row's coefficients alive at one node of a sweep, gradients included
-TILE_BYTES = 8 << 20  # rows at one node that a tile is sized for: a tile should stay in a processor's cache
+TILE_BYTES = 1 << 20  # of rows at the widest node: larger tiles take more memory and are not faster
 TILE_MOST, TILE_GOOD, TILE_LEAST = 8192, 64, 2
 BATCH_MOST = 4096
 
