@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from parverify.frontend.query import Query
 from parverify.graph.ir import BoundGraph
 from parverify.graph.trace import trace
 from parverify.ops.kernel import Box
+from parverify.ops.rounding import ULPS, allowance
 from parverify.program.executor import Executor
 from parverify.program.rows import Dense, Rows, both_signs, tiles
 from parverify.progress import NullProgress, Progress
@@ -69,9 +70,30 @@ def verify(model: str | Path | nn.Module, spec: str | Path | Query, *, timeout: 
         subject, query = _load(model, spec, clock, progress, settings, input_shape)
         if not any(not part.empty_box for part in query):
             return Result(Verdict.UNSAT, reason="the unsafe region is empty")
-        return Verifier(subject, query, settings, clock, progress).run()
+        with allowance(max(ULPS, settings.bounds.allowance)):
+            return _decide(subject, query, settings, clock, progress)
     except OutOfTimeError as error:
         return Result(Verdict.TIMEOUT, reason=error.message)
+
+
+def _decide(subject: Subject, query: Query, settings: Settings, clock: Clock, progress: Progress) -> Result:
+    """A verdict in the dtype of the settings; in float64 where float32 is too coarse for the query or its bounds."""
+    if settings.dtype == "float32" and not _representable(query):
+        progress.log("the property's coefficients are no float32 numbers: bounding in float64")
+        settings = replace(settings, dtype="float64")
+    result = Verifier(subject, query, settings, clock, progress).run()
+    if result.verdict is Verdict.UNKNOWN and settings.dtype == "float32" and settings.method in ("auto", "beta-crown"):
+        progress.log(f"float32 does not decide ({result.reason}): once more in float64")
+        first = dict(result.stats)
+        result = Verifier(subject, query, replace(settings, dtype="float64"), clock, progress).run()
+        result = replace(result, stats={**result.stats, "float32": first})
+    return result
+
+
+def _representable(query: Query) -> bool:
+    """Whether all coefficients on outputs and inputs are float32 numbers."""
+    tables = (table for part in query for table in (part.C_y, part.C_x) if table is not None)
+    return all(bool((table.astype(np.float32) == table).all()) for table in tables)
 
 
 def _with(settings: Settings | None, options: dict[str, Any]) -> Settings:
@@ -285,7 +307,7 @@ def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, cl
     from parverify.parallel.meter import MemoryMeter
 
     started = time.monotonic()
-    with torch.no_grad(), MemoryMeter(executor) as meter:
+    with torch.no_grad(), allowance(settings.bounds.allowance), MemoryMeter(executor) as meter:
         if settings.alpha.joint and settings.method == "alpha-crown":
             found, (low, high) = joint_bounds(executor, region, options, clock=clock)
         else:

@@ -97,7 +97,7 @@ class AlphaSettings(_Section):
     """
 
     iterations: int = _option(20, least=0)
-    lr: float = _option(0.1, above=0)
+    lr: float = _option(0.25, above=0)
     joint: bool = _option(False)
 
 
@@ -110,9 +110,9 @@ class BetaSettings(_Section):
         lr_alpha, lr_beta: learning rates of the slopes and of the multipliers.
     """
 
-    iterations: int = _option(20, least=0)
-    lr_alpha: float = _option(0.05, above=0)
-    lr_beta: float = _option(0.05, above=0)
+    iterations: int = _option(10, least=1)
+    lr_alpha: float = _option(0.1, above=0)
+    lr_beta: float = _option(0.1, above=0)
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,12 @@ class BoundsSettings(_Section):
     Args:
         tile: rows pushed backward at once; 0 takes what the memory allows.
         intersect: intersect backward bounds with interval bounds.
+        allowance: units in the last place by which bounds are widened for rounding; `run` uses at least 2.
     """
 
     tile: int = _option(0, least=0)
     intersect: bool = _option(True)
+    allowance: float = _option(2.0, least=0)
 
 
 @dataclass(frozen=True)
