@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parverify.bab.input import nearest_row
 from parverify.graph.ir import Node
 from parverify.program.executor import Swept
 
@@ -43,17 +44,20 @@ class Choice:
 
 
 def scores(space: ActivationSpace, run: BatchRun, swept: Swept) -> list[Tensor]:
-    """For each bounded node (D, n): what its neurons' relaxations cost the best row of each domain.
+    """For each bounded node (D, n): what its neurons' relaxations cost the row that is nearest to closing its domain.
 
     Where they cost that row nothing, the other rows of the conjunction count; where they cost no row anything, every
     undecided ReLU is worth a split, because only a leaf with all of them decided can be handed to a linear program.
     """
     count = len(run.domains)
-    lower = swept.lower.reshape(count, run.width)
-    best = (lower - space.problem.need[run.part]).argmax(1)
-    pick = torch.arange(count, device=best.device) * run.width + best
+    lower = swept.lower.reshape(count, run.width) - space.problem.need[run.part]
     taps = {name: A.reshape(count * run.width, -1) for name, A in swept.taps.items()}
-    table = _costs(space, run, {name: _signed(A[pick]) for name, A in taps.items()})
+    tables = [_costs(space, run, {name: _signed(A[row :: run.width]) for name, A in taps.items()})
+              for row in range(run.width)]
+    spread = torch.stack([torch.stack([score.sum(1) for score in scored]).sum(0) for scored in tables], 1)
+    best = nearest_row(lower, spread)
+    here = torch.arange(count, device=best.device)
+    table = [torch.stack(group, 1)[here, best] for group in zip(*tables, strict=True)]
     if run.width > 1 and bool(_idle(table).any()):
         everyone = {name: _signed(A) for name, A in taps.items()}
         summed = {name: (above.reshape(count, run.width, -1).sum(1), below.reshape(count, run.width, -1).sum(1))

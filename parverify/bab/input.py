@@ -106,8 +106,9 @@ class InputSpace:
         width = problem.rows_per_part
         lower = swept.lower.reshape(len(domains), width)
         closed = problem.closed(lower, part)
-        best = (lower - problem.need[part]).argmax(1)
-        A = swept.A.reshape(len(domains), width, -1)[torch.arange(len(domains), device=device), best]
+        A = swept.A.reshape(len(domains), width, -1)
+        best = nearest_row(lower - problem.need[part], (A.abs() * (region.upper - region.lower)[:, None]).sum(2))
+        A = A[torch.arange(len(domains), device=device), best]
         excess = torch.maximum(problem.excess(lower, part), domains["lower"].to(device))  # a parent's bound holds too
         columns = {"lower": excess, "score": A.abs() * (region.upper - region.lower)}
         for name in self._inherited:
@@ -127,3 +128,16 @@ class InputSpace:
         return 0, witness, ["an input box shrank to neighbouring numbers, and its bounds still do not decide"] * len(
             domains)
 
+
+def nearest_row(lower: Tensor, spread: Tensor) -> Tensor:
+    """(D,) the row of each domain that splitting brings closest to being positive everywhere.
+
+    A row that is affine on the box takes values in [lower, lower + spread]; the share of them that is not positive is
+    -lower / spread. A row that is never positive (or does not vary) can't close any part of the box, however high it is.
+
+    Args:
+        lower, spread: (D, R).
+    """
+    missing = torch.where(lower + spread > 0, -lower / spread.clamp(min=torch.finfo(lower.dtype).tiny), torch.inf)
+    hopeless = torch.isinf(missing).all(1, keepdim=True)
+    return torch.where(hopeless, -spread, missing).argmin(1)
