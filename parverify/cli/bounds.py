@@ -12,7 +12,7 @@ import click
 
 from parverify.cli.files import check_files, keep_inputs
 from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
-from parverify.cli.work import Boundary
+from parverify.cli.work import Boundary, check_device
 from parverify.clock import Clock
 from parverify.errors import ParverifyError
 from parverify.results import AtomicFile, to_json
@@ -60,6 +60,7 @@ def _bounds(options: dict[str, Any], started: float) -> None:
     clock = Clock(started=started) if options["timeout"] is None else Clock(options["timeout"], started)
     from parverify.api import bounds_report
 
+    check_device(settings.device)
     report = dict(bounds_report(model, spec, settings=settings, clock=clock))
     check_report(report)
     if not options["layers"]:

@@ -12,7 +12,7 @@ from typing import Any
 from parverify.cli.outcome import Outcome
 from parverify.clock import Clock
 from parverify.config import Settings
-from parverify.errors import ParverifyError
+from parverify.errors import ParverifyError, UsageError
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,25 @@ def _verify(request: Request) -> Outcome:
         progress.phase("loading torch")
         from parverify.api import verify
 
+        check_device(request.settings.device)
         result = verify(request.model, request.spec, settings=request.settings, clock=request.clock, progress=progress)
     finally:
         progress.close()
     return _outcome(result)
+
+
+def check_device(device: str) -> None:
+    """Raise `UsageError` if this machine lacks the device. Loads torch unless it is the CPU.
+
+    Args:
+        device: `cpu` or `cuda`.
+    """
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(f"device: {device} is not available on this machine", "use --device cpu")
 
 
 def _outcome(result: Any) -> Outcome:

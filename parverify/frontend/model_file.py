@@ -16,6 +16,7 @@ import torch
 from parverify.errors import ModelError, UnsupportedOperatorError
 
 ONNX_DOMAINS = ("", "ai.onnx")
+_COMPLETE = "the network comes before the property; is the file whole?"
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def _parse(data: bytes) -> Any:
     try:
         model = onnx.load_model_from_string(data)
     except DecodeError as error:
-        raise ModelError("the file is not an ONNX model: its bytes can't be parsed") from error
+        raise ModelError("the file is not an ONNX model: its bytes can't be parsed", _COMPLETE) from error
     if not model.HasField("graph"):
-        raise ModelError("the file is not an ONNX model: it holds no graph")
+        raise ModelError("the file is not an ONNX model: it holds no graph", _COMPLETE)
     return model
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from parverify.errors import ModelError
+from parverify.errors import ModelError, UsageError
 from parverify.frontend.convert import FAILURES, convert, has_jumps, run_at_zero
 from parverify.frontend.converters import OPERATORS
 from parverify.frontend.files import read_bytes
@@ -115,7 +115,10 @@ def load_network(path: Path, *, clock: Clock | None = None) -> Network:
         UnsupportedOperatorError: operators that can't be converted, all at once.
         OutOfTimeError: the clock ran out.
     """
-    data = read_bytes(path)
+    try:
+        data = read_bytes(path)
+    except UsageError as error:
+        raise ModelError(error.message, error.hint or "MODEL names an ONNX file, itself or as .gz") from error
     if clock is not None:
         clock.check("reading the network")
     file = read_model(data, path.parent, OPERATORS)

@@ -92,6 +92,21 @@ def test_missing_files_are_named_before_torch_is_loaded(files: Make, name: str, 
         assert text in done.stderr and "; hint: " in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["run", "bounds"])
+def test_an_absent_device_is_named(
+    api: types.ModuleType, files: Make, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    api.verify = api.bounds_report = None  # type: ignore[attr-defined]
+    made = files("")
+    extra = ["--in-process"] if command == "run" else []
+    result = call(command, str(made.model), str(made.spec), "--device", "cuda", *extra)
+    assert result.exit_code == 2
+    assert result.stderr == "error: device: cuda is not available on this machine; hint: use --device cpu\n"
+
+
 def test_an_unwritable_report_is_refused_before_any_work(api: types.ModuleType, files: Make) -> None:
     made = files("")
     result = call("bounds", str(made.model), str(made.spec), "--json", "/proc/report")
