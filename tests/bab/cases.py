@@ -107,7 +107,9 @@ def make(name: str, n_in: int, seed: int) -> nn.Module:
     module = ZOO[name](n_in)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (1.2 / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.4))
+            parameter.copy_(
+                torch.randn_like(parameter) * (1.2 / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.4)
+            )
     return module.requires_grad_(False)
 
 
@@ -150,8 +152,17 @@ class Case:
     disjunct: int = -1
 
 
-def random_case(module: nn.Module, n_in: int, *, sat: bool, seed: int, disjuncts: int = 1, rows: int = 1,
-                boxes: int = 1, on_inputs: bool = False) -> Case:
+def random_case(
+    module: nn.Module,
+    n_in: int,
+    *,
+    sat: bool,
+    seed: int,
+    disjuncts: int = 1,
+    rows: int = 1,
+    boxes: int = 1,
+    on_inputs: bool = False,
+) -> Case:
     """A random property with a clear answer: the rows' largest value is moved to a margin from its sampled minimum."""
     rng = np.random.default_rng(seed)
     seen = sample(module, n_in)
@@ -159,8 +170,8 @@ def random_case(module: nn.Module, n_in: int, *, sat: bool, seed: int, disjuncts
     made, point, chosen = [], None, int(rng.integers(disjuncts))
     for k in range(disjuncts):
         low, high = cuts[k % boxes]
-        C = rng.normal(size=(rows, seen.y.shape[1]))
-        C_x = rng.normal(size=(rows, n_in)) if on_inputs else None
+        C = rng.normal(size=(rows, seen.y.shape[1])).astype(np.float32).astype(np.float64)  # float32 can say them
+        C_x = rng.normal(size=(rows, n_in)).astype(np.float32).astype(np.float64) if on_inputs else None
         inside = ((seen.x >= low) & (seen.x <= high)).all(1)
         value = seen.y @ C.T + (0 if C_x is None else seen.x @ C_x.T)
         d = np.quantile(value[inside], 0.5, axis=0)
@@ -195,8 +206,15 @@ def permuted(case: Case, seed: int) -> Case:
     for k in order:
         part = case.query.disjuncts[k]
         rows = rng.permutation(len(part.d))
-        parts.append(replace(part, C_y=part.C_y[rows], d=part.d[rows], strict=part.strict[rows],
-                             C_x=None if part.C_x is None else part.C_x[rows]))
+        parts.append(
+            replace(
+                part,
+                C_y=part.C_y[rows],
+                d=part.d[rows],
+                strict=part.strict[rows],
+                C_x=None if part.C_x is None else part.C_x[rows],
+            )
+        )
     where = int(np.flatnonzero(order == case.disjunct)[0]) if case.disjunct >= 0 else -1
     return Case(Query(case.query.n_in, case.query.n_out, tuple(parts)), case.point, where)
 
@@ -226,8 +244,9 @@ def activation_space(problem: Problem, box: int = 0, *, iterations: int = 5, lea
         found = bound_layers(problem.executor, region, BoundOptions("crown"))
     decider = LeafDecider(problem, region, nothing, Clock())
     decide = decider if leaves and problem.executor.graph.piecewise_linear else None
-    return ActivationSpace(problem, region, found.boxes, BetaOptions(iterations), clock=Clock(), confirm=nothing,
-                           decide=decide)
+    return ActivationSpace(
+        problem, region, found.boxes, BetaOptions(iterations), clock=Clock(), confirm=nothing, decide=decide
+    )
 
 
 def roots(space: InputSpace | ActivationSpace, parts: list[int]) -> Domains:

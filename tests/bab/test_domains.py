@@ -26,8 +26,12 @@ def drain(pool: Pool, count: int) -> Domains:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=12), min_size=1, max_size=5),
-       st.integers(1, 7), st.sampled_from([0, 100, 1 << 20]), st.integers(1, 5))
+@given(
+    st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=12), min_size=1, max_size=5),
+    st.integers(1, 7),
+    st.sampled_from([0, 100, 1 << 20]),
+    st.integers(1, 5),
+)
 def test_nothing_is_lost_or_changed(batches: list[list[float]], count: int, memory: int, chunk: int) -> None:
     pool = Pool(memory=memory, chunk=chunk)
     first = 0

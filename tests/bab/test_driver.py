@@ -52,12 +52,20 @@ class Numbers:
 
 
 def whole(size: int) -> Domains:
-    return Domains({"part": torch.zeros(1, dtype=torch.long), "lower": torch.zeros(1),
-                    "start": torch.zeros(1, dtype=torch.long), "size": torch.tensor([size])})
+    return Domains(
+        {
+            "part": torch.zeros(1, dtype=torch.long),
+            "lower": torch.zeros(1),
+            "start": torch.zeros(1, dtype=torch.long),
+            "size": torch.tensor([size]),
+        }
+    )
 
 
 def run(space: Numbers, batch: BatchSize, size: int = 37, clock: Clock | None = None, memory: int = 1 << 20) -> Search:
-    state, pool = search(space, whole(size), batch=batch, memory=memory, clock=clock or Clock(), progress=NullProgress())
+    state, pool = search(
+        space, whole(size), batch=batch, memory=memory, clock=clock or Clock(), progress=NullProgress()
+    )
     pool.close()
     return state
 
@@ -81,8 +89,14 @@ def test_what_stays_open_is_named() -> None:
     assert state.closed == 35
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.cuda.OutOfMemoryError("x"),
-                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.cuda.OutOfMemoryError("x"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
 def test_out_of_memory_halves_the_batch_and_loses_nothing(error: Exception) -> None:
     space = Numbers(most=5, error=error)
     batch = BatchSize(32, 64, fixed=True)
@@ -113,19 +127,34 @@ def test_the_clock_is_an_error_not_an_end() -> None:
 def test_a_pause_can_be_taken_up_again() -> None:
     space = Numbers()
     batch = BatchSize(4, 64, fixed=True)
-    state, pool = search(space, whole(37), batch=batch, memory=1 << 20, clock=Clock(), progress=NullProgress(),
-                         pause=lambda state: state.batches == 3)
+    state, pool = search(
+        space,
+        whole(37),
+        batch=batch,
+        memory=1 << 20,
+        clock=Clock(),
+        progress=NullProgress(),
+        pause=lambda state: state.batches == 3,
+    )
     assert not state.finished
     assert len(pool) == state.open > 0
-    again, pool = search(space, whole(37).slice(0, 0), batch=batch, memory=1 << 20, clock=Clock(),
-                         progress=NullProgress(), pool=pool)
+    again, pool = search(
+        space, whole(37).slice(0, 0), batch=batch, memory=1 << 20, clock=Clock(), progress=NullProgress(), pool=pool
+    )
     assert again.finished
     assert sorted(space.closed) == list(range(37))
 
 
 def test_an_empty_pool_is_finished_not_paused() -> None:
-    state, _ = search(Numbers(), whole(2), batch=BatchSize(4, 64), memory=1 << 20, clock=Clock(),
-                      progress=NullProgress(), pause=lambda state: True)
+    state, _ = search(
+        Numbers(),
+        whole(2),
+        batch=BatchSize(4, 64),
+        memory=1 << 20,
+        clock=Clock(),
+        progress=NullProgress(),
+        pause=lambda state: True,
+    )
     assert state.finished
 
 

@@ -28,8 +28,15 @@ def test_the_planted_point_stays_open(name: str, kind: str) -> None:
         space = input_space(problem) if kind == "input" else activation_space(problem)
         watched = Watched(space, point, case.disjunct)
         every = list(range(len(case.query)))
-        state, pool = search(watched, roots(space, every), batch=BatchSize(4 + 3 * k, 64, fixed=True), memory=1 << 30,
-                             clock=Clock(), progress=NullProgress(), pause=lambda state: state.batches >= 10)
+        state, pool = search(
+            watched,
+            roots(space, every),
+            batch=BatchSize(4 + 3 * k, 64, fixed=True),
+            memory=1 << 30,
+            clock=Clock(),
+            progress=NullProgress(),
+            pause=lambda state: state.batches >= 10,
+        )
         left = pool.pop(len(pool)) if len(pool) else None
         assert state.unresolved or (left is not None and watched.holds(left))
         seen += watched.seen
