@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from parverify.cli.instances import Instance, Record, locate, read_instances, spread
-from parverify.cli.options import Seconds
+from parverify.cli.options import Seconds, take_settings
 from parverify.cli.outcome import INTERRUPTED
 from parverify.errors import ParverifyError, UsageError
 from parverify.results import AtomicFile, read_verdict
@@ -55,6 +55,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     if options["timeout"] and options["timeout_scale"]:
         raise UsageError("--timeout and --timeout-scale exclude each other")
     folder, run_options = Path(options["folder"]), list(options["run_options"])
+    _check_run_options(run_options)
     instances = [
         replace(item, timeout=options["timeout"] or item.timeout * (options["timeout_scale"] or 1.0))
         for item in spread(read_instances(folder), options["limit"])
@@ -64,6 +65,14 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     bench.write_table(instances)
     bench.print_summary(instances)
     ctx.exit(0 if finished else 11)
+
+
+def _check_run_options(options: list[str]) -> None:
+    """Raise at once what each `parverify run` would refuse: an option, a setting, one file more."""
+    from parverify.cli.run import command as run
+
+    context = run.make_context("run", [*options, "--", "MODEL", "SPEC"])
+    take_settings(dict(context.params))
 
 
 @dataclass

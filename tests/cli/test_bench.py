@@ -75,6 +75,16 @@ def test_other_options_or_timeouts_are_run_again(tmp_path: Path) -> None:
     assert table(tmp_path / "out")[0]["timeout"] == "15.0"
 
 
+@pytest.mark.parametrize(
+    "bad", [["--method", "magic"], ["--set", "alpha.iteration=1"], ["third.vnnlib"], ["--nonsense"]]
+)
+def test_what_every_run_would_refuse_is_refused_before_the_first(tmp_path: Path, bad: list[str]) -> None:
+    folder = make_folder(tmp_path / "b", ["unsat"])
+    result = call(folder, tmp_path / "out", "--", *bad)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_broken_record_is_none(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "b", ["unsat"])
     call(folder, tmp_path / "out")
@@ -84,11 +94,12 @@ def test_a_broken_record_is_none(tmp_path: Path) -> None:
     assert json.loads(record.read_text())["verdict"] == "unsat"
 
 
-def test_a_bad_option_for_run_is_an_error_of_each_instance(tmp_path: Path) -> None:
+def test_an_instance_without_a_network_is_an_error_of_its_own(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "b", ["unsat"])
-    call(folder, tmp_path / "out", "--", "--frobnicate")
+    (folder / "net.onnx.gz").unlink()
+    call(folder, tmp_path / "out")
     (row,) = table(tmp_path / "out")
-    assert (row["verdict"], row["exit_code"]) == ("error", "2")
+    assert (row["verdict"], row["exit_code"]) == ("error", "21")
 
 
 def start(folder: Path, out: Path) -> subprocess.Popen[str]:
