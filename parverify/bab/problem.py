@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parverify.bounds.region import BoxRegion, outward_box
+from parverify.errors import SpecError
 from parverify.frontend.query import Query
 from parverify.graph.ir import BoundGraph, Node, check
 from parverify.program.executor import Executor
@@ -97,6 +98,10 @@ def build(graph: BoundGraph, query: Query, *, dtype: torch.dtype, device: str, g
         gap: how much an output of the original network may differ from the real-valued one by rounding; a row must
             exceed what it needs by its share of this.
     """
+    sizes = graph.input.numel, graph[graph.output].numel
+    if sizes != (query.n_in, query.n_out):
+        raise SpecError(f"the property has {query.n_in} inputs and {query.n_out} outputs, the network has {sizes[0]} and "
+                        f"{sizes[1]}")
     joint = any(part.C_x is not None for part in query)
     executor = Executor(with_input(graph) if joint else graph, dtype=dtype, device=device)
     lowers, uppers, box_of = _boxes(query)
