@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from parverify.bab.input import InputSpace
 from parverify.bab.leaves import LeafDecider
 from parverify.bab.problem import build
 from parverify.bounds.alpha import AlphaOptions, optimize
-from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers
+from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers, worth_rows
 from parverify.bounds.region import select
 from parverify.budget import Budget, make_budget
 from parverify.clock import Clock
@@ -35,6 +35,7 @@ from parverify.verdict import Result, Verdict, Witness
 
 INPUT_SPLIT_DIMS = 12  # input splits are tried first where at most this many inputs vary
 INPUT_SPLIT_MOST = 64  # and are a fallback up to here
+MIN_ITERATIONS = 3  # of alpha, however little time is left
 ROUNDING_SAFETY = 2.0  # the original's rounding may be this much larger than what was seen at a few points
 
 
@@ -86,6 +87,7 @@ class Verifier:
                                            itemsize=torch.finfo(dtype).bits // 8)
         self._witnesses = WitnessSearch(self._forward, subject.replay, query, input_dtype=subject.input_dtype,
                                         dtype=dtype, device=settings.device, seed=settings.seed, clock=clock)
+        self._crown: tuple[int, LayerBounds, float] | None = None  # box, CROWN bounds of its layers, seconds they took
         self._state = _State(torch.nonzero(self._problem.box_of >= 0).flatten())
 
     # --- the run ---------------------------------------------------------------------------------------------------
@@ -180,7 +182,10 @@ class Verifier:
         for boxes in torch.unique(box_of).split(self._box_chunk()):
             parts = self._state.open[torch.isin(box_of, boxes)]
             with torch.no_grad():
+                started = time.monotonic()
                 found = bound_layers(self._executor, select(self._problem.boxes, boxes), options, clock=self._clock)
+                if method == "crown" and len(boxes) == 1:
+                    self._crown = (int(boxes[0]), found, time.monotonic() - started)
                 if method == "ibp":
                     kept.append(self._close_by_interval(found, boxes, parts))
                 else:
@@ -289,7 +294,8 @@ class Verifier:
         """Activation splits of the disjuncts of one box, after alpha-CROWN bounds of its layers."""
         region = select(self._problem.boxes, boxes)
         with torch.no_grad():
-            found = bound_layers(self._executor, region, options, clock=self._clock)
+            crown, options = self._affordable(boxes, options)
+            found = bound_layers(self._executor, region, options, known=crown.boxes, clock=self._clock)
             parts = self._close(found, boxes, parts, options)
         if self._state.witness is not None or not len(parts):
             return ""
@@ -309,6 +315,29 @@ class Verifier:
         pool.close()
         self._note(result, "activation")
         return self._conclude(result)
+
+    def _affordable(self, boxes: Tensor, options: BoundOptions) -> tuple[LayerBounds, BoundOptions]:
+        """CROWN bounds of one box, and as many alpha iterations as fit a quarter of the time left.
+
+        An iteration costs about three sweeps of the neurons that CROWN leaves unstable, and CROWN's own time tells what
+        a row costs.
+        """
+        if self._crown is None or self._crown[0] != int(boxes[0]):
+            started = time.monotonic()
+            found = bound_layers(self._executor, select(self._problem.boxes, boxes), self._options("crown"),
+                                 clock=self._clock)
+            self._crown = (int(boxes[0]), found, time.monotonic() - started)
+        _, crown, seconds = self._crown
+        if math.isinf(self._clock.left):
+            return crown, options
+        graph = self._executor.graph
+        rows = sum(2 * int(worth_rows(graph, name, crown.boxes[name]).sum()) for name in crown.rows)
+        sweep = seconds * rows / max(1, sum(crown.rows.values()))
+        fits = int(0.25 * self._clock.left / max(3 * sweep, 1e-6))
+        iterations = max(MIN_ITERATIONS, min(options.alpha.iterations, fits))
+        if iterations < options.alpha.iterations:
+            self._progress.log(f"alpha: {iterations} iterations instead of {options.alpha.iterations} fit the time")
+        return crown, replace(options, alpha=replace(options.alpha, iterations=iterations))
 
     def _note(self, result: Search, kind: str) -> None:
         stats = self._state.stats

@@ -53,11 +53,13 @@ class LayerBounds:
         boxes: node name -> (lower, upper), (D, *shape) each.
         relaxed: nonlinear node name -> relaxation.
         intervals: boxes of all nodes, as intervals gave them (refined where rows were pushed).
+        rows: node name -> how many rows were pushed from it.
     """
 
     boxes: dict[str, Box] = field(default_factory=dict)
     relaxed: dict[str, Relaxed] = field(default_factory=dict)
     intervals: dict[str, Box] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
 
 
 def meet(box: Box, other: Box) -> Box:
@@ -123,6 +125,7 @@ def refine(executor: Executor, node: Node, box: Box, found: LayerBounds, region:
     for iterations in (0, options.alpha.iterations) if options.method == "alpha-crown" else (0,):
         mask = worth_rows(executor.graph, node.name, flat)
         owner, index = torch.nonzero(mask, as_tuple=True)
+        found.rows[node.name] = found.rows.get(node.name, 0) + 2 * len(index)
         if len(index):
             tighter = _bound_neurons(executor, node, (owner, index), found, region,
                                      replace(options, alpha=replace(options.alpha, iterations=iterations)), clock)
