@@ -1,4 +1,4 @@
-"""The search loop with a space made of numbers: nothing is lost when memory ends, nothing is concluded when it fails."""
+"""The search loop with a space of integers: nothing is lost when memory ends, nothing concluded from a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input and activation splits: children cover their parent, bounds hold and never fall, what is no number closes nothing."""
+"""Input and activation splits: children cover their parent, bounds hold and never fall, NaN closes nothing."""
 
 from __future__ import annotations
 
