@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parverify.bab.branching import Choice, choose_splits
+from parverify.bab.combine import combine
 from parverify.bab.domains import Domains, pad_width
 from parverify.bab.driver import Bounded
 from parverify.bab.problem import Problem
@@ -141,14 +142,17 @@ class ActivationSpace:
             domains, swept = self._optimize(domains, stage - done, final=stage == last)
             done = stage
             lower = domains["rows"]
-            closed = self.problem.closed(lower.to(self.problem.d.device), domains["part"].to(self.problem.d.device))
-            keep = torch.nonzero(~closed.cpu()).flatten()
+            part = domains["part"].to(self.problem.d.device)
+            closed = self.problem.closed(lower.to(self.problem.d.device), part).cpu()
+            if "together" in domains.columns:
+                closed |= (domains["together"] > 0) & ~self.problem.trivial[part].cpu()
+            keep = torch.nonzero(~closed).flatten()
             domains = domains.take(keep)
             if not len(domains):
                 break
         if len(domains):
             witness = self._candidates(domains)
-        columns = {name: value for name, value in domains.columns.items() if name not in ("rows", "x")}
+        columns = {name: value for name, value in domains.columns.items() if name not in ("rows", "x", "together")}
         return Bounded(Domains(columns), total - len(domains), witness)
 
     def _candidates(self, domains: Domains) -> Witness | None:
@@ -289,8 +293,15 @@ class BatchRun:
         excess = self.space.problem.excess(rows, self.part)
         best = (rows - self.space.problem.need[self.part]).argmax(1)
         A = swept.A.detach().reshape(count, self.width, -1)[torch.arange(count, device=best.device), best]
-        excess = torch.maximum(excess, self.domains["lower"].to(excess.device))  # a parent's bound holds for a child
-        columns: dict[str, Tensor] = {"rows": rows, "lower": excess, "x": self.region.minimizer(A, None)}
+        columns: dict[str, Tensor] = {"rows": rows}
+        if self.width > 1:
+            need, last = self.space.problem.need[self.part], swept.lower.detach().reshape(count, self.width)
+            together = combine(last, swept.A.detach().reshape(count, self.width, -1), need, self.region)
+            columns |= {"together": together.excess, "x": together.x.to(rows.dtype)}
+            excess = torch.maximum(excess, together.bound(excess.dtype))
+        else:
+            columns["x"] = self.region.minimizer(A, None)
+        columns["lower"] = torch.maximum(excess, self.domains["lower"].to(excess.device))  # a parent's bound holds too
         for name, alpha in self.alphas.items():
             for role, leaf in alpha.items():
                 columns[f"alpha/{name}/{role}"] = leaf.detach().reshape(count, self.width, -1)

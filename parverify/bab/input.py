@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from parverify.bab.combine import combine
 from parverify.bab.domains import Domains
 from parverify.bab.driver import Bounded
 from parverify.bab.problem import Problem
@@ -108,8 +109,13 @@ class InputSpace:
         closed = problem.closed(lower, part)
         A = swept.A.reshape(len(domains), width, -1)
         best = nearest_row(lower - problem.need[part], (A.abs() * (region.upper - region.lower)[:, None]).sum(2))
+        excess, points = problem.excess(lower, part), None
+        if width > 1:
+            together = combine(lower, A, problem.need[part], region)
+            closed = closed | ((together.excess > 0) & ~problem.trivial[part])
+            excess, points = torch.maximum(excess, together.bound(excess.dtype)), together.x.to(region.lower.dtype)
         A = A[torch.arange(len(domains), device=device), best]
-        excess = torch.maximum(problem.excess(lower, part), domains["lower"].to(device))  # a parent's bound holds too
+        excess = torch.maximum(excess, domains["lower"].to(device))  # a parent's bound holds too
         columns = {"lower": excess, "score": A.abs() * (region.upper - region.lower)}
         for name in self._inherited:
             low, high = found.boxes[name]
@@ -118,8 +124,8 @@ class InputSpace:
         open_domains = domains.with_columns(**{name: column.cpu() for name, column in columns.items()}).take(kept.cpu())
         witness = None
         if bool(kept.any()):
-            points = region.minimizer(A, None)[kept]
-            witness = self._confirm(points.cpu(), part[kept].cpu())
+            points = region.minimizer(A, None) if points is None else points
+            witness = self._confirm(points[kept].cpu(), part[kept].cpu())
         return Bounded(open_domains, int(closed.sum()), witness)
 
     def leaf(self, domains: Domains) -> tuple[int, Witness | None, list[str]]:

@@ -18,7 +18,7 @@ from parverify.bounds.region import Region
 from parverify.clock import Clock
 from parverify.graph.ir import BoundGraph, Node
 from parverify.ops.kernel import KERNEL, Box
-from parverify.ops.relaxation import Relaxed, relax
+from parverify.ops.relaxation import Relaxed, RelaxedActivation, relax
 from parverify.program.executor import Executor
 from parverify.program.rows import both_signs, tiles
 
@@ -54,12 +54,16 @@ class LayerBounds:
         relaxed: nonlinear node name -> relaxation.
         intervals: boxes of all nodes, as intervals gave them (refined where rows were pushed).
         rows: node name -> how many rows were pushed from it.
+        raw: node name -> (D, n) boxes before they were intersected with intervals, where plain CROWN bounds stand
+            alone: the default slopes of ReLU are chosen by them, as in auto_LiRPA. Chosen by tighter boxes, single
+            outputs could get looser than without any intersection.
     """
 
     boxes: dict[str, Box] = field(default_factory=dict)
     relaxed: dict[str, Relaxed] = field(default_factory=dict)
     intervals: dict[str, Box] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
+    raw: dict[str, Box] = field(default_factory=dict)
 
 
 def meet(box: Box, other: Box) -> Box:
@@ -96,13 +100,16 @@ def bound_layers(executor: Executor, region: Region, options: BoundOptions, *, k
         if node.op != "input":
             found.intervals[node.name] = executor.interval(node, [found.intervals[name] for name in node.inputs])
         if node.op in ("act", "mul"):
-            found.relaxed[node.name] = relax(node, [found.boxes[name] for name in node.inputs])
+            made = relax(node, [found.boxes[name] for name in node.inputs])
+            if node.inputs[0] in found.raw and isinstance(made, RelaxedActivation):
+                made = made.with_slopes_of(*found.raw[node.inputs[0]])
+            found.relaxed[node.name] = made
         if node.name in wanted:
             box = found.intervals[node.name]
             if known is not None and node.name in known:
                 box = meet(box, known[node.name])
             if options.backward and not interval_is_exact(graph, node.name, region):
-                box = refine(executor, node, box, found, region, options, clock)
+                box = refine(executor, node, box, found, region, options, clock, alone=known is None)
             found.intervals[node.name] = found.boxes[node.name] = box
     return found
 
@@ -119,7 +126,7 @@ def worth_rows(graph: BoundGraph, name: str, box: Box) -> Tensor:
 
 
 def refine(executor: Executor, node: Node, box: Box, found: LayerBounds, region: Region, options: BoundOptions,
-           clock: Clock | None) -> Box:
+           clock: Clock | None, *, alone: bool) -> Box:
     """`box` improved by backward rows: CROWN first, then alpha for the neurons that are still worth it."""
     flat = (box[0].reshape(region.domains, -1), box[1].reshape(region.domains, -1))
     for iterations in (0, options.alpha.iterations) if options.method == "alpha-crown" else (0,):
@@ -129,6 +136,9 @@ def refine(executor: Executor, node: Node, box: Box, found: LayerBounds, region:
         if len(index):
             tighter = _bound_neurons(executor, node, (owner, index), found, region,
                                      replace(options, alpha=replace(options.alpha, iterations=iterations)), clock)
+            if options.method == "crown" and alone:
+                found.raw[node.name] = (flat[0].index_put((owner, index), tighter[0]),
+                                        flat[1].index_put((owner, index), tighter[1]))
             if options.intersect or iterations:
                 tighter = meet(tighter, (flat[0][owner, index], flat[1][owner, index]))
             flat = (flat[0].index_put((owner, index), tighter[0]), flat[1].index_put((owner, index), tighter[1]))

@@ -8,7 +8,7 @@ planes, mixed by alpha. Alphas are packed: only neurons that are free in some do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -106,6 +106,14 @@ class RelaxedActivation:
             default = self._family(role).default().index_select(1, index)
             alpha[role] = _rows(default, owner).expand(rows, -1).clone()
         return alpha
+
+    def with_slopes_of(self, low: Tensor, high: Tensor) -> RelaxedActivation:
+        """A ReLU's lines with the default lower slopes that it has on the boxes [low, high], (D, n)."""
+        lower = self.lines.lower
+        if not isinstance(lower, SlopeLine):
+            return self
+        slope = torch.where(lower.free, (high > -low).to(low.dtype), lower.slope)
+        return replace(self, lines=Lines(SlopeLine(lower.free, slope), self.lines.upper))
 
     def _family(self, role: str) -> Family:
         return self.lines.lower if role == "lower" else self.lines.upper

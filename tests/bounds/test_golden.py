@@ -15,6 +15,7 @@ from parverify.bounds.region import BoxRegion
 from parverify.frontend.network import load_network
 from parverify.graph.trace import trace
 from parverify.ops.kernel import Box
+from parverify.ops.rounding import allowance
 from parverify.program.executor import Executor
 from tests.bounds.zoo import bounded
 
@@ -26,10 +27,6 @@ CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in LONG)]
 ALPHA_QUICK = ["acasxu_0", "acasxu_1", "acasxu_2", "mnist_fc_x2_0", "mnist_fc_x2_1", "reach_robot", "reach_vdp",
                "rl_cartpole", "rl_lunarlander"]  # fmt: skip
 ALPHA = [case if case in ALPHA_QUICK else pytest.param(case, marks=pytest.mark.slow) for case in [*QUICK, *LONG]]
-
-
-# Rows of a layer are optimized for themselves here, in the reference for the output; where that pays, by how much.
-JOINT_IS_TIGHTER = {"mnist_fc_x4_1": 3e-3}
 
 
 class Golden:
@@ -72,41 +69,36 @@ def test_crown_ibp(shared: Path, case: str) -> None:
     assert_equal(golden.found(BoundOptions("crown-ibp")), golden.expected("crown_ibp"))
 
 
-# Rounding may turn the default slope of a ReLU with u = -l, about which CROWN's bounds jump; tll_1 has many of them.
-TIES = {"tll_1": 2e-2, "oval21_deep_0": 3e-4}
-# A tighter layer box may choose another default slope, so that single outputs get looser, if not their sum.
-OTHER_SLOPES = {"reach_robot"}
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 3e-4}  # what is allowed for rounding adds up in deep networks
-DTYPES = [torch.float32, torch.float64]
+ROUNDED = 3e-4  # the allowance for rounding in float32, which the reference does not make, adds up in deep networks
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_crown_without_intersection(shared: Path, case: str, dtype: torch.dtype) -> None:
-    golden = Golden(shared, case, dtype)
-    found = golden.found(BoundOptions("crown", intersect=False))
-    assert_equal(found, golden.expected("crown"), TIES.get(case, TOLERANCE[dtype]))
+def test_crown_without_intersection(shared: Path, case: str) -> None:
+    """Equal but for the allowance for rounding; with it, still close."""
+    golden = Golden(shared, case)
+    options = BoundOptions("crown", intersect=False)
+    with allowance(0):
+        assert_equal(golden.found(options), golden.expected("crown"))
+    if case not in ("tll_1",):  # its ReLUs with u = -l jump between slopes with the last bit
+        assert_equal(golden.found(options), golden.expected("crown"), ROUNDED)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_crown_is_never_looser(shared: Path, case: str, dtype: torch.dtype) -> None:
-    golden = Golden(shared, case, dtype)
-    (low, high), (their_low, their_high) = golden.found(BoundOptions("crown")), golden.expected("crown")
-    allowed = TIES.get(case, TOLERANCE[dtype]) * scale((their_low, their_high))
-    assert (high - low).sum() <= (their_high - their_low).sum() + allowed * 2 * len(low)
-    if golden.executor.graph.piecewise_linear and case not in OTHER_SLOPES:
-        assert (low >= their_low - allowed).all()
-        assert (high <= their_high + allowed).all()
+def test_crown_is_never_looser(shared: Path, case: str) -> None:
+    golden = Golden(shared, case)
+    their_low, their_high = golden.expected("crown")
+    allowed = 1e-4 * scale((their_low, their_high))
+    with allowance(0):
+        low, high = golden.found(BoundOptions("crown"))
+    assert (low >= their_low - allowed).all()
+    assert (high <= their_high + allowed).all()
 
 
 @pytest.mark.parametrize("case", ALPHA)
 def test_streamed_alpha_is_as_tight(shared: Path, case: str) -> None:
     golden = Golden(shared, case)
-    if not golden.executor.graph.piecewise_linear:
-        pytest.skip("the reference relaxes other activations in another way")
     low, high = golden.found(BoundOptions("alpha-crown", AlphaOptions(iterations=20)))
     their_low, _ = golden.expected("alpha_crown")
-    assert low.sum() >= their_low.sum() - JOINT_IS_TIGHTER.get(case, 1e-5) * their_low.abs().sum()
+    assert low.sum() >= their_low.sum() - 1e-5 * their_low.abs().sum()
     crown = golden.found(BoundOptions("crown"))
     assert (high - low).sum() <= (crown[1] - crown[0]).sum() * (1 + 1e-6)
