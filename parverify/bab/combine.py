@@ -3,7 +3,7 @@
 On a domain, row r is bounded below by an affine function `A_r x + k_r`. If for some weights `w >= 0` that sum to 1 the
 function `sum_r w_r (A_r x + k_r - need_r)` is positive on the whole box, no point has all rows at or below what they
 need, and the domain is closed although no row closes it (Lagrangian duality). The weights come from exponentiated
-supergradients (Kivinen and Warmuth, 1997), for all domains at once; any weights are sound, so only the value is trusted.
+supergradients (Kivinen and Warmuth, 1997), for all domains at once; any weights are sound, so no trust is put in them.
 Everything here is in float64, whatever the rows were computed in.
 """
 
@@ -25,8 +25,8 @@ class Combined:
     """Of D domains.
 
     Args:
-        excess: (D,) float64, a proved lower bound of the rows' largest excess over what they need; -inf where nothing is
-            known. Positive closes.
+        excess: (D,) float64, a proved lower bound of the rows' largest excess over what they need; positive closes,
+            -inf where nothing is known.
         x: (D, n) float64, the point of the box that comes closest to having all affine rows below what they need.
     """
 
@@ -69,16 +69,18 @@ def combine(lower: Tensor, A: Tensor, need: Tensor, region: Region) -> Combined:
     centre = torch.zeros_like(nearest_x)
     widest = torch.zeros_like(best)
     for step in range(STEPS):
+        # Closed, or a point that no combination can exclude. What is decided changes no more, whatever batch it is in.
+        going = ~((best > 0) | (nearest <= 0))
+        if not bool(going.any()):
+            break
         x = torch.where((weight[..., None] * A).sum(1) >= 0, low, high)
         value = (A * x[:, None]).sum(2) + offset  # supergradient
-        best = torch.maximum(best, (weight * value).sum(1) - allowance)
+        best = torch.where(going, torch.maximum(best, (weight * value).sum(1) - allowance), best)
         centre = centre + (x - centre) / (step + 1)
         for point in (x, centre):
             excess = ((A * point[:, None]).sum(2) + offset).masked_fill(~valid, -torch.inf).amax(1)
-            closer = excess < nearest
+            closer = going & (excess < nearest)
             nearest, nearest_x = torch.where(closer, excess, nearest), torch.where(closer[:, None], point, nearest_x)
-        if bool(((best > 0) | (nearest <= 0)).all()):
-            break  # closed, or a point that no combination can exclude
         top = value.masked_fill(~valid, -torch.inf).amax(1).nan_to_num()
         spread = top - value.masked_fill(~valid, torch.inf).amin(1)
         widest = torch.maximum(widest, spread.nan_to_num(posinf=0.0, neginf=0.0)).clamp(min=1e-300)
