@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# Contracts that are checked over many networks, operators or settings: of each of their tests, one case in so many
+# belongs to `make test-fast`, the others are marked slow. `make test` runs them all.
+THINNED = {
+    "test_verify.py": 8,
+    "bab/test_leaf.py": 4,
+    "bab/test_planted.py": 8,
+    "bab/test_spaces.py": 8,
+    "bounds/test_alpha.py": 8,
+    "bounds/test_layers.py": 8,
+    "ops/test_activation.py": 8,
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what the fast run leaves out of the contracts in `THINNED`."""
+    here = Path(__file__).parent
+    seen: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        test = (item.path, item.name.partition("[")[0])
+        step = THINNED.get(item.path.relative_to(here).as_posix(), 1) if here in item.path.parents else 1
+        if seen[test] % step:
+            item.add_marker(pytest.mark.slow)
+        seen[test] += 1
 
 
 def find_shared() -> Path | None:
