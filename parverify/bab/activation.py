@@ -1,9 +1,9 @@
 """Activation splits with beta-CROWN: a domain is a list of split neurons over the root's intermediate bounds.
 
-Intermediate bounds are those of the root box, clipped by the splits; a domain stores only its splits, its alphas and its
-multipliers, so that its memory does not grow with the network's depth. Any nonlinearity can be split at a point (GenBaB,
-Shi et al., 2024); a ReLU is split at zero. Bounding optimizes alphas and betas of a whole batch in a few stages and drops
-what is closed in between (beta-CROWN, Wang et al., NeurIPS 2021).
+Intermediate bounds are those of the root box, clipped by the splits; a domain stores only its splits, its alphas and
+its multipliers, so that its memory does not grow with the network's depth. Any nonlinearity can be split at a point
+(GenBaB, Shi et al., 2024); a ReLU is split at zero. Bounding optimizes alphas and betas of a whole batch in a few
+stages and drops what is closed in between (beta-CROWN, Wang et al., NeurIPS 2021).
 """
 
 from __future__ import annotations
@@ -62,8 +62,17 @@ class ActivationSpace:
         decide: decides leaves exactly, or None where the network is not piecewise linear.
     """
 
-    def __init__(self, problem: Problem, region: Region, boxes: Mapping[str, Box], options: BetaOptions, *,
-                 clock: Clock, confirm: Confirm, decide: Decide | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        region: Region,
+        boxes: Mapping[str, Box],
+        options: BetaOptions,
+        *,
+        clock: Clock,
+        confirm: Confirm,
+        decide: Decide | None = None,
+    ) -> None:
         self.problem, self.region, self.options, self.clock = problem, region, options, clock
         self.graph = problem.executor.graph
         self.names = list(self.graph.bounded)
@@ -83,14 +92,19 @@ class ActivationSpace:
         owner = root.repeat_interleave(width)
         relaxed = self._relax({name: self.boxes[name] for name in self.names}, self._free)
         columns = {
-            "part": part, "root": root, "lower": like.new_full((count,), -torch.inf) if lower is None else lower,
-            "node": part.new_zeros((count, 0)), "index": part.new_zeros((count, 0)),
-            "sign": like.new_zeros((count, 0)), "point": like.new_zeros((count, 0)),
+            "part": part,
+            "root": root,
+            "lower": like.new_full((count,), -torch.inf) if lower is None else lower,
+            "node": part.new_zeros((count, 0)),
+            "index": part.new_zeros((count, 0)),
+            "sign": like.new_zeros((count, 0)),
+            "point": like.new_zeros((count, 0)),
             "beta": like.new_zeros((count, width, 0)),
         }
         for name in self.problem.executor.program(self.graph.output).relaxed:
-            for role, value in relaxed[name].start(owner if len(self.boxes[self.names[0]][0]) > 1 else None,
-                                                   count * width).items():
+            for role, value in (
+                relaxed[name].start(owner if len(self.boxes[self.names[0]][0]) > 1 else None, count * width).items()
+            ):
                 columns[f"alpha/{name}/{role}"] = value.reshape(count, width, -1)
         return Domains({name: column.cpu() for name, column in columns.items()})
 
@@ -106,8 +120,9 @@ class ActivationSpace:
         single = len(self.boxes[self.names[0]][0]) == 1
         for number, name in enumerate(self.names):
             low, high = self.boxes[name]
-            low, high = ((part.expand(len(domains), -1) if single else part.index_select(0, root))
-                         for part in (low, high))
+            low, high = (
+                (part.expand(len(domains), -1) if single else part.index_select(0, root)) for part in (low, high)
+            )
             here = (domains["node"] == number) & (domains["sign"] != 0)
             if bool(here.any()):
                 owner, place = torch.nonzero(here, as_tuple=True)
@@ -121,8 +136,11 @@ class ActivationSpace:
     def _relax(self, boxes: Mapping[str, Box], free: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Relaxed]:
         made = {}
         for node in self.graph.nonlinear:
-            shaped = [(low.reshape(-1, *self.graph[name].shape), high.reshape(-1, *self.graph[name].shape))
-                      for name in node.inputs for low, high in [boxes[name]]]
+            shaped = [
+                (low.reshape(-1, *self.graph[name].shape), high.reshape(-1, *self.graph[name].shape))
+                for name in node.inputs
+                for low, high in [boxes[name]]
+            ]
             relaxed = relax(node, shaped)
             if node.name in free:
                 relaxed = replace(relaxed, free=dict(free[node.name]))  # type: ignore[type-var]
@@ -137,9 +155,8 @@ class ActivationSpace:
         stages = sorted({max(1, last // 5), max(1, last // 2), last})
         done = 0
         witness = None
-        swept: Swept | None = None
         for stage in stages:
-            domains, swept = self._optimize(domains, stage - done, final=stage == last)
+            domains, _ = self._optimize(domains, stage - done, final=stage == last)
             done = stage
             lower = domains["rows"]
             part = domains["part"].to(self.problem.d.device)
@@ -203,12 +220,15 @@ class ActivationSpace:
                 sign = signs.to(group["sign"].dtype).expand(len(group), -1)
                 beta = group["beta"]
                 zero = beta.new_zeros(*beta.shape[:-1], depth)
-                made.append(group.with_columns(
-                    node=torch.cat([group["node"], some.node[:, :depth]], 1),
-                    index=torch.cat([group["index"], some.index[:, :depth]], 1),
-                    sign=torch.cat([group["sign"], sign], 1),
-                    point=torch.cat([group["point"], some.point[:, :depth]], 1),
-                    beta=torch.cat([beta, zero], 2)))
+                made.append(
+                    group.with_columns(
+                        node=torch.cat([group["node"], some.node[:, :depth]], 1),
+                        index=torch.cat([group["index"], some.index[:, :depth]], 1),
+                        sign=torch.cat([group["sign"], sign], 1),
+                        point=torch.cat([group["point"], some.point[:, :depth]], 1),
+                        beta=torch.cat([beta, zero], 2),
+                    )
+                )
         if not made:
             return domains.slice(0, 0)
         padded = self.pad(made)
@@ -217,14 +237,21 @@ class ActivationSpace:
     def leaf(self, domains: Domains) -> tuple[int, Witness | None, list[str]]:
         """Leaves by linear programming where the network is piecewise linear."""
         if self._decide is None:
-            return 0, None, ["every nonlinear neuron is split to the last bit, and the bounds still do not decide"] * len(
-                domains)
-        closed, reasons = 0, []
+            return (
+                0,
+                None,
+                ["every nonlinear neuron is split to the last bit, and the bounds still do not decide"] * len(domains),
+            )
+        closed = 0
+        reasons: list[str] = []
         boxes = self.clipped(domains)
         for i in range(len(domains)):
             self.clock.check("deciding leaves")
-            done, witness, reason = self._decide(self, domains.slice(i, i + 1), {
-                name: (low[i : i + 1], high[i : i + 1]) for name, (low, high) in boxes.items()})
+            done, witness, reason = self._decide(
+                self,
+                domains.slice(i, i + 1),
+                {name: (low[i : i + 1], high[i : i + 1]) for name, (low, high) in boxes.items()},
+            )
             if witness is not None:
                 return closed, witness, reasons
             if done:
@@ -272,15 +299,27 @@ class BatchRun:
             columns = torch.nonzero(here.any(0)).flatten()
             if len(columns):
                 some = here[:, columns]
-                out[name] = Splits(torch.where(some, index[:, columns], 0), torch.where(some, sign[:, columns], 0.0),
-                                   point[:, columns], self.beta[:, columns])
+                out[name] = Splits(
+                    torch.where(some, index[:, columns], 0),
+                    torch.where(some, sign[:, columns], 0.0),
+                    point[:, columns],
+                    self.beta[:, columns],
+                )
         return out
 
     def sweep(self, *, taps: bool = False) -> Swept:
         """Bounds with the present parameters."""
         executor = self.space.problem.executor
-        return executor.sweep(executor.graph.output, self.rows, self.relaxed, self.region, alphas=self.alphas,
-                              splits=self.splits(), taps=taps, verdict=True)
+        return executor.sweep(
+            executor.graph.output,
+            self.rows,
+            self.relaxed,
+            self.region,
+            alphas=self.alphas,
+            splits=self.splits(),
+            taps=taps,
+            verdict=True,
+        )
 
     def ascend(self, lower: Tensor) -> None:
         """One optimizer step."""

@@ -1,9 +1,9 @@
 """Which neuron to split: a cheap score for all, then the children's bounds for the best few.
 
 The score of a neuron is how much of the bound its relaxation may cost: the largest gap between function and line on its
-box, times the row's coefficient (the BaBSR score of ReLU, Bunel et al., JMLR 2020, for any activation, as in GenBaB). The
-best candidates are compared by bounding both children once without optimizing (filtered smart branching, De Palma et al.,
-2021): the split whose worse child is best wins.
+box, times the row's coefficient (the BaBSR score of ReLU, Bunel et al., JMLR 2020, for any activation, as in GenBaB).
+The best candidates are compared by bounding both children once without optimizing (filtered smart branching, De Palma
+et al., 2021): the split whose worse child is best wins.
 """
 
 from __future__ import annotations
@@ -52,16 +52,19 @@ def scores(space: ActivationSpace, run: BatchRun, swept: Swept) -> list[Tensor]:
     count = len(run.domains)
     lower = swept.lower.reshape(count, run.width) - space.problem.need[run.part]
     taps = {name: A.reshape(count * run.width, -1) for name, A in swept.taps.items()}
-    tables = [_costs(space, run, {name: _signed(A[row :: run.width]) for name, A in taps.items()})
-              for row in range(run.width)]
+    tables = [
+        _costs(space, run, {name: _signed(A[row :: run.width]) for name, A in taps.items()}) for row in range(run.width)
+    ]
     spread = torch.stack([torch.stack([score.sum(1) for score in scored]).sum(0) for scored in tables], 1)
     best = nearest_row(lower, spread)
     here = torch.arange(count, device=best.device)
     table = [torch.stack(group, 1)[here, best] for group in zip(*tables, strict=True)]
     if run.width > 1 and bool(_idle(table).any()):
         everyone = {name: _signed(A) for name, A in taps.items()}
-        summed = {name: (above.reshape(count, run.width, -1).sum(1), below.reshape(count, run.width, -1).sum(1))
-                  for name, (above, below) in everyone.items()}
+        summed = {
+            name: (above.reshape(count, run.width, -1).sum(1), below.reshape(count, run.width, -1).sum(1))
+            for name, (above, below) in everyone.items()
+        }
         table = _instead(table, _costs(space, run, summed))
     if space.graph.piecewise_linear and bool(_idle(table).any()):
         one = {node.name: (torch.ones_like(run.boxes[node.inputs[0]][0]),) * 2 for node in space.graph.nonlinear}
@@ -98,10 +101,12 @@ def _add_cost(total: dict[str, Tensor], node: Node, weights: tuple[Tensor, Tenso
     boxes = [run.boxes[name] for name in node.inputs]
     if node.op == "act":
         upper_gap, lower_gap = node.attrs["activation"].gap(*boxes[0])
-        upper_weight, lower_weight = (MOVABLE if role in run.relaxed[node.name].free else 1.0
-                                      for role in ("upper", "lower"))
+        upper_weight, lower_weight = (
+            MOVABLE if role in run.relaxed[node.name].free else 1.0 for role in ("upper", "lower")
+        )
         cost = torch.where(above > 0, upper_weight * above * upper_gap, 0.0) + torch.where(
-            below > 0, lower_weight * below * lower_gap, 0.0)
+            below > 0, lower_weight * below * lower_gap, 0.0
+        )
         total[node.inputs[0]] = total[node.inputs[0]] + cost
         return
     (lx, ux), (ly, uy) = boxes
@@ -145,15 +150,20 @@ def choose_splits(space: ActivationSpace, run: BatchRun, swept: Swept, depth: in
     return Choice(number[at].cpu(), (at - offset[at]).cpu(), cut.gather(1, at).cpu(), count.cpu())
 
 
-def _look_ahead(space: ActivationSpace, run: BatchRun, value: Tensor, node: Tensor, index: Tensor, point: Tensor
-                ) -> Tensor:
+def _look_ahead(
+    space: ActivationSpace, run: BatchRun, value: Tensor, node: Tensor, index: Tensor, point: Tensor
+) -> Tensor:
     """(D, K) candidates ordered by the bound of the worse child, unusable ones last."""
     from parverify.bab.activation import BatchRun
 
     gains = []
     for k in range(value.shape[1]):
-        here = Choice(node[:, k : k + 1].cpu(), index[:, k : k + 1].cpu(), point[:, k : k + 1].cpu(),
-                      torch.ones(len(run.domains), dtype=torch.long))
+        here = Choice(
+            node[:, k : k + 1].cpu(),
+            index[:, k : k + 1].cpu(),
+            point[:, k : k + 1].cpu(),
+            torch.ones(len(run.domains), dtype=torch.long),
+        )
         children = space._children(run.domains, here)
         trial = BatchRun(space, children)
         rows = trial.sweep().lower.reshape(len(children), run.width)

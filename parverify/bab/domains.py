@@ -1,8 +1,8 @@
 """Open subproblems as a struct of arrays, and the pool that owns them.
 
-A batch of domains is a mapping from column name to a host tensor whose first dimension is the domain; there is no Python
-object per domain. Only the pool touches open domains. It keeps batches in a heap ordered by their worst bound and moves
-the least urgent ones to a temporary file when they outgrow the memory budget.
+A batch of domains is a mapping from column name to a host tensor whose first dimension is the domain; there is no
+Python object per domain. Only the pool touches open domains. It keeps batches in a heap ordered by their worst bound
+and moves the least urgent ones to a temporary file when they outgrow the memory budget.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class Pool:
         chunk: most domains kept together.
     """
 
-    def __init__(self, *, memory: int, pad: Callable[[Sequence[Domains]], Sequence[Domains]] | None = None,
-                 chunk: int = 256) -> None:
+    def __init__(
+        self, *, memory: int, pad: Callable[[Sequence[Domains]], Sequence[Domains]] | None = None, chunk: int = 256
+    ) -> None:
         self._memory = memory
         self._pad = pad
         self._chunk = chunk

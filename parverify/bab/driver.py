@@ -8,7 +8,7 @@ confirmed by replay, and otherwise says why not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,7 +48,7 @@ class Space(Protocol):
     def leaf(self, domains: Domains) -> tuple[int, Witness | None, list[str]]:
         """Decide domains that can't be split: how many were closed, a witness, and reasons for those left open."""
 
-    def pad(self, parts: list[Domains]) -> list[Domains]:
+    def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
         """Make columns of varying width equal, so that batches can be joined."""
 
 
@@ -106,8 +106,17 @@ class BatchSize:
             self.size = max(2, self.size // 2)
 
 
-def search(space: Space, roots: Domains, *, batch: BatchSize, memory: int, clock: Clock, progress: Progress,
-           pause: Callable[[Search], bool] | None = None, pool: Pool | None = None) -> tuple[Search, Pool]:
+def search(
+    space: Space,
+    roots: Domains,
+    *,
+    batch: BatchSize,
+    memory: int,
+    clock: Clock,
+    progress: Progress,
+    pause: Callable[[Search], bool] | None = None,
+    pool: Pool | None = None,
+) -> tuple[Search, Pool]:
     """Run until everything is closed, a witness is found, the clock ends, or `pause` says stop.
 
     Args:

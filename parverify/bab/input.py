@@ -48,8 +48,13 @@ class InputSpace:
         """The disjuncts' own boxes."""
         box = self.problem.box_of[part]
         low, high = self.problem.boxes.lower[box], self.problem.boxes.upper[box]
-        columns = {"part": part, "lower": low.new_full((len(part),), -torch.inf), "low": low, "high": high,
-                   "score": (high - low)}
+        columns = {
+            "part": part,
+            "lower": low.new_full((len(part),), -torch.inf),
+            "low": low,
+            "high": high,
+            "score": (high - low),
+        }
         for name in self._inherited:
             size = self.graph[name].numel
             columns[f"box/{name}/low"] = low.new_full((len(part), size), -torch.inf)
@@ -83,8 +88,9 @@ class InputSpace:
         dim = score.argmax(1, keepdim=True)
         fine = usable.gather(1, dim)[:, 0]
         cut = middle.gather(1, dim)
-        left = domains.with_columns(high=high.scatter(1, dim, cut), score=domains["score"].scatter(
-            1, dim, domains["score"].gather(1, dim) / 2))
+        left = domains.with_columns(
+            high=high.scatter(1, dim, cut), score=domains["score"].scatter(1, dim, domains["score"].gather(1, dim) / 2)
+        )
         right = left.with_columns(low=low.scatter(1, dim, cut), high=high)
         whole, left, right = domains.take(~fine), left.take(fine), right.take(fine)
         return Domains({name: torch.cat([whole[name], left[name], right[name]]) for name in domains.columns})
@@ -97,8 +103,10 @@ class InputSpace:
         known: dict[str, Box] = {}
         for name in self._inherited:
             shape = (len(domains), *self.graph[name].shape)
-            known[name] = (domains[f"box/{name}/low"].to(device).reshape(shape),
-                           domains[f"box/{name}/high"].to(device).reshape(shape))
+            known[name] = (
+                domains[f"box/{name}/low"].to(device).reshape(shape),
+                domains[f"box/{name}/high"].to(device).reshape(shape),
+            )
         part = domains["part"].to(device)
         with torch.no_grad():
             found = bound_layers(executor, region, self.options, known=known, clock=self.clock)
@@ -131,15 +139,19 @@ class InputSpace:
     def leaf(self, domains: Domains) -> tuple[int, Witness | None, list[str]]:
         """Boxes that are single points in this dtype: their corners are tried, and they stay unresolved."""
         witness = self._confirm(domains["low"], domains["part"])
-        return 0, witness, ["an input box shrank to neighbouring numbers, and its bounds still do not decide"] * len(
-            domains)
+        return (
+            0,
+            witness,
+            ["an input box shrank to neighbouring numbers, and its bounds still do not decide"] * len(domains),
+        )
 
 
 def nearest_row(lower: Tensor, spread: Tensor) -> Tensor:
     """(D,) the row of each domain that splitting brings closest to being positive everywhere.
 
     A row that is affine on the box takes values in [lower, lower + spread]; the share of them that is not positive is
-    -lower / spread. A row that is never positive (or does not vary) can't close any part of the box, however high it is.
+    -lower / spread. A row that is never positive (or does not vary) can't close any part of the box, however high it
+    is.
 
     Args:
         lower, spread: (D, R).

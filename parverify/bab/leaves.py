@@ -1,4 +1,4 @@
-"""Between branch and bound and the exact decision of a leaf: collects what the linear program needs, tries its point."""
+"""Between branch and bound and the exact decision of a leaf: gathers what the linear program needs, tries its point."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ class LeafDecider:
         clock: limits the linear programs.
     """
 
-    def __init__(self, problem: Problem, region: Region, confirm: Callable[[Tensor, Tensor], Witness | None],
-                 clock: Clock) -> None:
+    def __init__(
+        self, problem: Problem, region: Region, confirm: Callable[[Tensor, Tensor], Witness | None], clock: Clock
+    ) -> None:
         self._problem, self._confirm, self._clock = problem, confirm, clock
         self._region = region
         self._executor: Executor | None = None
 
-    def __call__(self, space: ActivationSpace, leaf: Domains, boxes: Mapping[str, Box]
-                 ) -> tuple[bool, Witness | None, str]:
+    def __call__(
+        self, space: ActivationSpace, leaf: Domains, boxes: Mapping[str, Box]
+    ) -> tuple[bool, Witness | None, str]:
         """Whether the leaf is closed, a witness, and why neither."""
         if self._executor is None:
             self._executor = Executor(self._problem.executor.graph, dtype=torch.float64)
@@ -45,11 +47,16 @@ class LeafDecider:
         shape = executor.graph[executor.graph.output].shape
         rows = self._exact_rows(part, shape)
         used = torch.nonzero(leaf["sign"][0]).flatten().tolist()
-        splits = [(space.names[int(leaf["node"][0, i])], int(leaf["index"][0, i]), float(leaf["sign"][0, i]))
-                  for i in used]
-        shaped = {name: (low.double().cpu().reshape(1, *executor.graph[name].shape),
-                         high.double().cpu().reshape(1, *executor.graph[name].shape))
-                  for name, (low, high) in boxes.items()}
+        splits = [
+            (space.names[int(leaf["node"][0, i])], int(leaf["index"][0, i]), float(leaf["sign"][0, i])) for i in used
+        ]
+        shaped = {
+            name: (
+                low.double().cpu().reshape(1, *executor.graph[name].shape),
+                high.double().cpu().reshape(1, *executor.graph[name].shape),
+            )
+            for name, (low, high) in boxes.items()
+        }
         result = decide_leaf(executor, self._box(leaf), shaped, splits, rows, clock=self._clock)
         if result.closed:
             return True, None, ""
@@ -58,8 +65,12 @@ class LeafDecider:
             witness = self._confirm(points, torch.tensor([part]))
             if witness is not None:
                 return False, witness, ""
-        return False, None, result.reason or (
-            "a leaf has a point that violates the property in exact arithmetic, but not when replayed")
+        return (
+            False,
+            None,
+            result.reason
+            or ("a leaf has a point that violates the property in exact arithmetic, but not when replayed"),
+        )
 
     def _exact_rows(self, part: int, shape: tuple[int, ...]) -> Dense:
         """The disjunct's rows as the property says them, not as rounded into the dtype of the bounds."""

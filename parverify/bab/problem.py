@@ -1,7 +1,8 @@
 """A query over a bound graph, as tensors: distinct input boxes, and the rows that must be positive to close a disjunct.
 
 A disjunct is the conjunction of rows `f_r(x) <= 0`; it can't hold on a domain where one row is bounded away from zero.
-Rows that mention inputs are handled by appending the input to the output, so that everything behind sees one kind of row.
+Rows that mention inputs are handled by appending the input to the output, so that everything behind sees one kind of
+row.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ def with_input(graph: BoundGraph) -> BoundGraph:
         *graph.nodes,
         Node("flat.output", "reshape", (out.name,), (out.numel,), attrs={"in_shapes": (out.shape,)}),
         Node("flat.input", "reshape", (source.name,), (source.numel,), attrs={"in_shapes": (source.shape,)}),
-        Node("joined", "concat", ("flat.output", "flat.input"), (total,),
-             attrs={"dim": 0, "in_shapes": ((out.numel,), (source.numel,))}),
+        Node(
+            "joined",
+            "concat",
+            ("flat.output", "flat.input"),
+            (total,),
+            attrs={"dim": 0, "in_shapes": ((out.numel,), (source.numel,))},
+        ),
     )
     return check(BoundGraph(nodes, "joined", graph.constants))
 
@@ -66,7 +72,7 @@ class Problem:
         return self.C.shape[1]
 
     def rows(self, part: Tensor, owner: Tensor | None = None) -> Dense:
-        """All rows of the disjuncts `part` (D,), (D * R) rows; owned by domain 0..D-1 in order unless `owner` is given."""
+        """All rows of the disjuncts `part` (D,), (D * R) rows; owned by domain 0..D-1 in order without `owner`."""
         count, width = len(part), self.rows_per_part
         shape = self.executor.graph[self.executor.graph.output].shape
         A = self.C[part].reshape(count * width, *shape)
@@ -100,8 +106,9 @@ def build(graph: BoundGraph, query: Query, *, dtype: torch.dtype, device: str, g
     """
     sizes = graph.input.numel, graph[graph.output].numel
     if sizes != (query.n_in, query.n_out):
-        raise SpecError(f"the property has {query.n_in} inputs and {query.n_out} outputs, the network has {sizes[0]} and "
-                        f"{sizes[1]}")
+        raise SpecError(
+            f"the property has {query.n_in} inputs and {query.n_out} outputs, the network has {sizes[0]} and {sizes[1]}"
+        )
     joint = any(part.C_x is not None for part in query)
     executor = Executor(with_input(graph) if joint else graph, dtype=dtype, device=device)
     lowers, uppers, box_of = _boxes(query)
@@ -127,16 +134,26 @@ def build(graph: BoundGraph, query: Query, *, dtype: torch.dtype, device: str, g
         return made.to(device, dtype) if made.is_floating_point() else made.to(device)
 
     rounding = torch.finfo(dtype).eps * np.abs(d)  # d itself is rounded on its way into `dtype`
-    return Problem(executor, query, region, torch.as_tensor(box_of, device=device), tensor(C), tensor(d),
-                   tensor(need + rounding), tensor(strict),
-                   torch.tensor([not len(part.d) for part in query], device=device))
+    return Problem(
+        executor,
+        query,
+        region,
+        torch.as_tensor(box_of, device=device),
+        tensor(C),
+        tensor(d),
+        tensor(need + rounding),
+        tensor(strict),
+        torch.tensor([not len(part.d) for part in query], device=device),
+    )
 
 
 def _boxes(query: Query) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Distinct nonempty boxes and the box of each disjunct."""
     seen: dict[tuple[bytes, bytes], int] = {}
     by_identity: dict[tuple[int, int], int] = {}
-    lowers, uppers, box_of = [], [], []
+    lowers: list[np.ndarray] = []
+    uppers: list[np.ndarray] = []
+    box_of: list[int] = []
     for part in query:
         if part.empty_box:
             box_of.append(-1)
