@@ -39,12 +39,20 @@ from parverify.verifier import Subject, Verifier
 BOUND_METHODS = tuple(method for method in METHODS if method not in ("auto", "beta-crown"))
 
 
-# --- verify ----------------------------------------------------------------------------------------------------------------
+# --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def verify(model: str | Path | nn.Module, spec: str | Path | Query, *, timeout: float | None = None,
-           settings: Settings | None = None, clock: Clock | None = None, progress: Progress | None = None,
-           input_shape: Sequence[int] | None = None, **options: Any) -> Result:
+def verify(
+    model: str | Path | nn.Module,
+    spec: str | Path | Query,
+    *,
+    timeout: float | None = None,
+    settings: Settings | None = None,
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+    input_shape: Sequence[int] | None = None,
+    **options: Any,
+) -> Result:
     """Decide whether the unsafe region of `spec` can be reached.
 
     Args:
@@ -55,7 +63,8 @@ def verify(model: str | Path | nn.Module, spec: str | Path | Query, *, timeout: 
         clock: the deadline.
         progress: who is told about the run.
         input_shape: of one instance, for a torch module; default (1, n_in).
-        **options: single settings by dotted key with `__` for the dot, such as `alpha__iterations=50`, `method="crown"`.
+        **options: single settings by dotted key with `__` for the dot, such as `alpha__iterations=50`,
+            `method="crown"`.
 
     Returns:
         The verdict, with a witness exactly when it is `sat`.
@@ -104,8 +113,14 @@ def _with(settings: Settings | None, options: dict[str, Any]) -> Settings:
     return make_settings({key.replace("__", "."): value for key, value in options.items()})
 
 
-def _load(model: str | Path | nn.Module, spec: str | Path | Query, clock: Clock, progress: Progress,
-          settings: Settings, input_shape: Sequence[int] | None) -> tuple[Subject, Query]:
+def _load(
+    model: str | Path | nn.Module,
+    spec: str | Path | Query,
+    clock: Clock,
+    progress: Progress,
+    settings: Settings,
+    input_shape: Sequence[int] | None,
+) -> tuple[Subject, Query]:
     if isinstance(model, nn.Module):
         if not isinstance(spec, Query):
             raise UsageError("a torch module needs a Query, not a file", "pass parverify.Query, or an ONNX path")
@@ -122,8 +137,10 @@ def _load(model: str | Path | nn.Module, spec: str | Path | Query, clock: Clock,
         progress.phase("parsing the property")
         query = read_query(Path(spec), n_in=network.n_in, n_out=network.n_out, clock=clock)
     if (query.n_in, query.n_out) != (network.n_in, network.n_out):
-        raise SpecError(f"the property has {query.n_in} inputs and {query.n_out} outputs, the network "
-                        f"{network.n_in} and {network.n_out}")
+        raise SpecError(
+            f"the property has {query.n_in} inputs and {query.n_out} outputs, the network "
+            f"{network.n_in} and {network.n_out}"
+        )
     gap = 0.0
     if any(not part.empty_box for part in query):
         progress.phase("checking the conversion")
@@ -149,7 +166,7 @@ def _module_subject(module: nn.Module, query: Query, input_shape: Sequence[int] 
     return Subject(graph, replay, dtype)
 
 
-# --- bounds ----------------------------------------------------------------------------------------------------------------
+# --- bounds -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -167,10 +184,20 @@ class Bounds:
     layers: dict[str, Box] = field(default_factory=dict)
 
 
-def compute_bounds(model: str | Path | nn.Module | Executor, lower: Tensor | None = None, upper: Tensor | None = None, *,
-                   center: Tensor | None = None, eps: float | Tensor | None = None, norm: float = float("inf"),
-                   method: str = "crown", C: Tensor | None = None, differentiable: bool = False,
-                   input_shape: Sequence[int] | None = None, options: BoundOptions | None = None) -> Bounds:
+def compute_bounds(
+    model: str | Path | nn.Module | Executor,
+    lower: Tensor | None = None,
+    upper: Tensor | None = None,
+    *,
+    center: Tensor | None = None,
+    eps: float | Tensor | None = None,
+    norm: float = float("inf"),
+    method: str = "crown",
+    C: Tensor | None = None,
+    differentiable: bool = False,
+    input_shape: Sequence[int] | None = None,
+    options: BoundOptions | None = None,
+) -> Bounds:
     """Bounds of the outputs, or of the linear functionals `C` of them, over a box or a ball.
 
     Args:
@@ -207,8 +234,9 @@ def compute_bounds(model: str | Path | nn.Module | Executor, lower: Tensor | Non
     return Bounds(low, high, dict(found.boxes))
 
 
-def _executor(model: str | Path | nn.Module | Executor, given: Tensor, input_shape: Sequence[int] | None,
-              live: bool) -> Executor:
+def _executor(
+    model: str | Path | nn.Module | Executor, given: Tensor, input_shape: Sequence[int] | None, live: bool
+) -> Executor:
     if isinstance(model, Executor):
         return model
     if isinstance(model, nn.Module):
@@ -222,15 +250,23 @@ def _executor(model: str | Path | nn.Module | Executor, given: Tensor, input_sha
     return Executor(graph, dtype=given.dtype, device=given.device, live=live)
 
 
-def _region(executor: Executor, lower: Tensor | None, upper: Tensor | None, center: Tensor | None,
-            eps: float | Tensor | None, norm: float) -> tuple[Region, bool]:
+def _region(
+    executor: Executor,
+    lower: Tensor | None,
+    upper: Tensor | None,
+    center: Tensor | None,
+    eps: float | Tensor | None,
+    norm: float,
+) -> tuple[Region, bool]:
     size = executor.graph.input.numel
     given = center if center is not None else lower
     if given is None:
         raise UsageError("a region is needed")
     if given.numel() % size:
-        raise UsageError(f"a region of shape {list(given.shape)} does not fit the network's input of shape "
-                         f"{list(executor.graph.input.shape)}")
+        raise UsageError(
+            f"a region of shape {list(given.shape)} does not fit the network's input of shape "
+            f"{list(executor.graph.input.shape)}"
+        )
     single = given.numel() == size and given.dim() <= len(executor.graph.input.shape)
     if center is None:
         if lower is None or upper is None or lower.shape != upper.shape:
@@ -245,8 +281,9 @@ def _region(executor: Executor, lower: Tensor | None, upper: Tensor | None, cent
     return BallRegion(flat, radius, norm), single
 
 
-def _output_bounds(executor: Executor, region: Region, found: LayerBounds, options: BoundOptions, C: Tensor | None
-                   ) -> Box:
+def _output_bounds(
+    executor: Executor, region: Region, found: LayerBounds, options: BoundOptions, C: Tensor | None
+) -> Box:
     """(D, rows) bounds of C times the output; (D, *output shape) without C."""
     output = executor.graph[executor.graph.output]
     domains = region.domains
@@ -287,11 +324,13 @@ def _interval_rows(box: Box, C: Tensor | None) -> Box:
     low, high = low.flatten(1), high.flatten(1)
     C = C.to(low.dtype).expand(low.shape[0], -1, -1) if C.dim() == 2 else C.to(low.dtype)
     plus, minus = C.clamp(min=0), C.clamp(max=0)
-    return ((plus @ low[..., None] + minus @ high[..., None])[..., 0],
-            (plus @ high[..., None] + minus @ low[..., None])[..., 0])
+    return (
+        (plus @ low[..., None] + minus @ high[..., None])[..., 0],
+        (plus @ high[..., None] + minus @ low[..., None])[..., 0],
+    )
 
 
-# --- the command `bounds` ----------------------------------------------------------------------------------------------------
+# --- the command `bounds` ---------------------------------------------------------------------------------------------
 
 
 def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, clock: Clock) -> dict[str, Any]:
@@ -302,8 +341,12 @@ def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, cl
     lower, upper = query.hull()
     region = outward_box(torch.from_numpy(lower), torch.from_numpy(upper), dtype, settings.device)
     budget = make_budget(subject.graph, memory=settings.memory, itemsize=torch.finfo(dtype).bits // 8)
-    options = BoundOptions(settings.method, AlphaOptions(settings.alpha.iterations, settings.alpha.lr),
-                           tile=budget.tile(settings.bounds.tile), intersect=settings.bounds.intersect)
+    options = BoundOptions(
+        settings.method,
+        AlphaOptions(settings.alpha.iterations, settings.alpha.lr),
+        tile=budget.tile(settings.bounds.tile),
+        intersect=settings.bounds.intersect,
+    )
     from parverify.parallel.meter import MemoryMeter
 
     started = time.monotonic()
@@ -316,9 +359,15 @@ def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, cl
     seconds = time.monotonic() - started
     layers = [_layer(subject.graph, name, box) for name, box in found.boxes.items()]
     return {
-        "method": settings.method, "strategy": "single", "world_size": 1, "dtype": settings.dtype,
-        "lower": low.flatten().tolist(), "upper": high.flatten().tolist(), "layers": layers,
-        "digest": digest([*(box for box in found.boxes.values()), (low, high)]), "seconds": seconds,
+        "method": settings.method,
+        "strategy": "single",
+        "world_size": 1,
+        "dtype": settings.dtype,
+        "lower": low.flatten().tolist(),
+        "upper": high.flatten().tolist(),
+        "layers": layers,
+        "digest": digest([*(box for box in found.boxes.values()), (low, high)]),
+        "seconds": seconds,
         "ranks": [{"peak_bytes": meter.peak_bytes, "resident_bytes": executor.resident_bytes(), "collectives": {}}],
     }
 
@@ -326,8 +375,14 @@ def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, cl
 def _layer(graph: BoundGraph, name: str, box: Box) -> dict[str, Any]:
     low, high = box
     unstable = int(((low < 0) & (high > 0)).sum())
-    return {"name": name, "op": graph[name].source or graph[name].op, "neurons": low.numel(), "unstable": unstable,
-            "lower": low.flatten().tolist(), "upper": high.flatten().tolist()}
+    return {
+        "name": name,
+        "op": graph[name].source or graph[name].op,
+        "neurons": low.numel(),
+        "unstable": unstable,
+        "lower": low.flatten().tolist(),
+        "upper": high.flatten().tolist(),
+    }
 
 
 def digest(boxes: Iterable[Box]) -> str:

@@ -43,8 +43,10 @@ class Budget:
             return wanted
         if fits < TILE_LEAST:
             least = 4 * TILE_LEAST * self.row_bytes
-            raise ResourceError(f"the memory budget of {self.total} bytes is too small for this network",
-                                f"it needs at least {least} bytes: --memory {least / 2**20:.0f}MiB")
+            raise ResourceError(
+                f"the memory budget of {self.total} bytes is too small for this network",
+                f"it needs at least {least} bytes: --memory {least / 2**20:.0f}MiB",
+            )
         return int(min(fits, TILE_MOST, max(TILE_GOOD, TILE_BYTES // self.widest_bytes)))
 
     def batch(self, wanted: int = 0, rows: int = 1) -> int:
@@ -63,8 +65,10 @@ def make_budget(graph: BoundGraph, *, memory: int | None, itemsize: int) -> Budg
     total = memory or max(256 << 20, free_memory() // 2)
     constants = graph.constant_bytes()
     if memory is not None and constants >= memory:
-        raise ResourceError(f"the network's weights alone take {constants} bytes, the memory budget is {memory}",
-                            f"--memory {2 * constants / 2**20:.0f}MiB or more")
+        raise ResourceError(
+            f"the network's weights alone take {constants} bytes, the memory budget is {memory}",
+            f"--memory {2 * constants / 2**20:.0f}MiB or more",
+        )
     widest = max(node.numel for node in graph.nodes)
     return Budget(max(1, total - constants), widths * itemsize * ROW_COPIES, widest * itemsize)
 

@@ -80,13 +80,21 @@ class Verifier:
         self._subject, self._query, self._settings = subject, query, settings
         self._clock, self._progress = clock, progress
         dtype = getattr(torch, settings.dtype)
-        self._problem = build(subject.graph, query, dtype=dtype, device=settings.device,
-                              gap=ROUNDING_SAFETY * subject.gap)
+        self._problem = build(
+            subject.graph, query, dtype=dtype, device=settings.device, gap=ROUNDING_SAFETY * subject.gap
+        )
         self._executor = self._problem.executor
-        self._budget: Budget = make_budget(subject.graph, memory=settings.memory,
-                                           itemsize=torch.finfo(dtype).bits // 8)
-        self._witnesses = WitnessSearch(self._forward, subject.replay, query, input_dtype=subject.input_dtype,
-                                        dtype=dtype, device=settings.device, seed=settings.seed, clock=clock)
+        self._budget: Budget = make_budget(subject.graph, memory=settings.memory, itemsize=torch.finfo(dtype).bits // 8)
+        self._witnesses = WitnessSearch(
+            self._forward,
+            subject.replay,
+            query,
+            input_dtype=subject.input_dtype,
+            dtype=dtype,
+            device=settings.device,
+            seed=settings.seed,
+            clock=clock,
+        )
         self._crown: tuple[int, LayerBounds, float] | None = None  # box, CROWN bounds of its layers, seconds they took
         self._state = _State(torch.nonzero(self._problem.box_of >= 0).flatten())
 
@@ -105,8 +113,12 @@ class Verifier:
         return self._result(Verdict.UNSAT, "every part of the unsafe region was closed")
 
     def _result(self, verdict: Verdict, reason: str) -> Result:
-        stats = {**self._state.stats, "phases": {k: round(v, 4) for k, v in self._state.seconds.items()},
-                 "replays": self._witnesses.replays, "open_disjuncts": len(self._state.open)}
+        stats = {
+            **self._state.stats,
+            "phases": {k: round(v, 4) for k, v in self._state.seconds.items()},
+            "replays": self._witnesses.replays,
+            "open_disjuncts": len(self._state.open),
+        }
         witness = self._state.witness if verdict is Verdict.SAT else None
         return Result(verdict, witness, reason, stats)
 
@@ -153,26 +165,33 @@ class Verifier:
 
     def _quick_attack(self) -> bool:
         attack = self._settings.attack
-        self._state.witness = self._witnesses.pgd(restarts=min(8, attack.restarts), steps=min(30, attack.steps),
-                                                  seconds=self._share(min(2.0, attack.seconds), 0.05))
+        self._state.witness = self._witnesses.pgd(
+            restarts=min(8, attack.restarts),
+            steps=min(30, attack.steps),
+            seconds=self._share(min(2.0, attack.seconds), 0.05),
+        )
         return self._state.witness is not None
 
     def _long_attack(self) -> bool:
         attack = self._settings.attack
         self._state.witness = self._witnesses.pgd(
-            restarts=attack.restarts, steps=attack.steps, seconds=self._share(attack.seconds, 0.1),
-            disjuncts=self._state.open.tolist())
+            restarts=attack.restarts,
+            steps=attack.steps,
+            seconds=self._share(attack.seconds, 0.1),
+            disjuncts=self._state.open.tolist(),
+        )
         return self._state.witness is not None
 
     def _confirm(self, points: Tensor, parts: Tensor) -> Witness | None:
         return self._witnesses.try_points(points, parts)
 
-    # --- bounds of the whole boxes -------------------------------------------------------------------------------------
+    # --- bounds of the whole boxes ------------------------------------------------------------------------------------
 
     def _options(self, method: str) -> BoundOptions:
         alpha = AlphaOptions(self._settings.alpha.iterations, self._settings.alpha.lr)
-        return BoundOptions(method, alpha, tile=self._budget.tile(self._settings.bounds.tile),
-                            intersect=self._settings.bounds.intersect)
+        return BoundOptions(
+            method, alpha, tile=self._budget.tile(self._settings.bounds.tile), intersect=self._settings.bounds.intersect
+        )
 
     def _bound_roots(self, method: str) -> None:
         """Close disjuncts by bounds over their whole boxes; candidates on the way are tried."""
@@ -210,8 +229,16 @@ class Verifier:
             swept = self._executor.sweep(start, rows, found.relaxed, region, verdict=True)
             lower = swept.lower
             if alpha is not None:
-                lower = optimize(self._executor, start, rows, found.relaxed, region, options=alpha.alpha,
-                                 clock=self._clock, verdict=True)
+                lower = optimize(
+                    self._executor,
+                    start,
+                    rows,
+                    found.relaxed,
+                    region,
+                    options=alpha.alpha,
+                    clock=self._clock,
+                    verdict=True,
+                )
             lower = lower.reshape(len(part), -1)
             still = ~self._problem.closed(lower, part)
             kept.append(part[still])
@@ -228,11 +255,14 @@ class Verifier:
         low, high = (part.flatten(1) for part in found.intervals[self._executor.graph.output])
         owner = torch.searchsorted(boxes, self._problem.box_of[parts])
         C, d = self._problem.C[parts], self._problem.d[parts]
-        lower = torch.einsum("prn,pn->pr", C.clamp(min=0), low[owner]) + torch.einsum(
-            "prn,pn->pr", C.clamp(max=0), high[owner]) - d
+        lower = (
+            torch.einsum("prn,pn->pr", C.clamp(min=0), low[owner])
+            + torch.einsum("prn,pn->pr", C.clamp(max=0), high[owner])
+            - d
+        )
         return parts[~self._problem.closed(lower, parts)]
 
-    # --- branch and bound ------------------------------------------------------------------------------------------------
+    # --- branch and bound ---------------------------------------------------------------------------------------------
 
     def _search(self) -> str:
         kind = self._settings.branching.kind
@@ -258,8 +288,15 @@ class Verifier:
         watch = _Watch(self._clock) if may_give_up else None
         settings = self._settings.branching
         batch = BatchSize(settings.batch or 64, self._budget.batch(settings.batch), fixed=bool(settings.batch))
-        result, pool = search(space, space.roots(self._state.open.cpu()), batch=batch, memory=self._budget.pool,
-                              clock=self._clock, progress=self._progress, pause=watch)
+        result, pool = search(
+            space,
+            space.roots(self._state.open.cpu()),
+            batch=batch,
+            memory=self._budget.pool,
+            clock=self._clock,
+            progress=self._progress,
+            pause=watch,
+        )
         try:
             self._note(result, "input")
             if result.finished or result.witness is not None:
@@ -303,15 +340,20 @@ class Verifier:
         beta, settings = self._settings.beta, self._settings.branching
         decider = LeafDecider(self._problem, region, self._confirm, self._clock)
         space = ActivationSpace(
-            self._problem, region, found.boxes,
+            self._problem,
+            region,
+            found.boxes,
             BetaOptions(beta.iterations, beta.lr_alpha, beta.lr_beta, settings.candidates),
-            clock=self._clock, confirm=self._confirm,
-            decide=decider if self._executor.graph.piecewise_linear else None)
+            clock=self._clock,
+            confirm=self._confirm,
+            decide=decider if self._executor.graph.piecewise_linear else None,
+        )
         roots = space.roots(parts, torch.zeros_like(parts))
         rows = self._problem.rows_per_part
         batch = BatchSize(settings.batch or 16, self._budget.batch(settings.batch, rows), fixed=bool(settings.batch))
-        result, pool = search(space, roots, batch=batch, memory=self._budget.pool, clock=self._clock,
-                              progress=self._progress)
+        result, pool = search(
+            space, roots, batch=batch, memory=self._budget.pool, clock=self._clock, progress=self._progress
+        )
         pool.close()
         self._note(result, "activation")
         return self._conclude(result)
@@ -324,8 +366,9 @@ class Verifier:
         """
         if self._crown is None or self._crown[0] != int(boxes[0]):
             started = time.monotonic()
-            found = bound_layers(self._executor, select(self._problem.boxes, boxes), self._options("crown"),
-                                 clock=self._clock)
+            found = bound_layers(
+                self._executor, select(self._problem.boxes, boxes), self._options("crown"), clock=self._clock
+            )
             self._crown = (int(boxes[0]), found, time.monotonic() - started)
         _, crown, seconds = self._crown
         if math.isinf(self._clock.left):
@@ -368,4 +411,3 @@ class _Watch:
     def __call__(self, state: Search) -> bool:
         late = time.monotonic() - self._started > self._patience
         return late and state.bounded > 64 and state.closed < 0.1 * state.bounded
-

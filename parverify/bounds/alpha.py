@@ -64,8 +64,9 @@ class Adam:
             self._parameters[i].addcdiv_(first, second.sqrt().add_(1e-12), value=-size)
 
 
-def start_alphas(executor: Executor, start: str, rows: Rows, relaxed: Mapping[str, Relaxed], domains: int
-                 ) -> dict[str, Alpha]:
+def start_alphas(
+    executor: Executor, start: str, rows: Rows, relaxed: Mapping[str, Relaxed], domains: int
+) -> dict[str, Alpha]:
     """Default alphas for `rows` on every nonlinear node that a sweep from `start` passes."""
     owner = rows.owner if domains > 1 else None
     alphas = {}
@@ -93,8 +94,18 @@ class Best:
         self.lower = torch.maximum(self.lower, lower.detach())
 
 
-def optimize(executor: Executor, start: str, rows: Rows, relaxed: Mapping[str, Relaxed], region: Region, *,
-             options: AlphaOptions, clock: Clock | None = None, enough: float | None = None, verdict: bool = False) -> Tensor:
+def optimize(
+    executor: Executor,
+    start: str,
+    rows: Rows,
+    relaxed: Mapping[str, Relaxed],
+    region: Region,
+    *,
+    options: AlphaOptions,
+    clock: Clock | None = None,
+    enough: float | None = None,
+    verdict: bool = False,
+) -> Tensor:
     """The best lower bounds (N,) of `rows` over all iterations.
 
     Args:
@@ -113,6 +124,7 @@ def optimize(executor: Executor, start: str, rows: Rows, relaxed: Mapping[str, R
     if not leaves:
         return best.lower
     adam = Adam(leaves, [options.lr] * len(leaves), options.decay)
+    lower = best.lower
     for iteration in range(options.iterations + 1):
         if iteration:
             ascend(lower, leaves, adam)

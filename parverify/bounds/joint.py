@@ -14,29 +14,32 @@ from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers, int
 from parverify.bounds.region import Region
 from parverify.clock import Clock
 from parverify.ops.kernel import Box
-from parverify.ops.relaxation import Alpha, relax
+from parverify.ops.relaxation import Alpha, Relaxed, relax
 from parverify.program.executor import Executor
 from parverify.program.rows import OneHot, both_signs
 
 
-def joint_bounds(executor: Executor, region: Region, options: BoundOptions, *, clock: Clock | None = None
-                 ) -> tuple[LayerBounds, Box]:
+def joint_bounds(
+    executor: Executor, region: Region, options: BoundOptions, *, clock: Clock | None = None
+) -> tuple[LayerBounds, Box]:
     """Layer and output bounds with all alphas optimized together; one region only.
 
     Returns:
         The best layer bounds, and lower and upper output bounds (1, *output shape).
     """
     graph = executor.graph
-    crown = bound_layers(executor, region, BoundOptions("crown", tile=options.tile, intersect=options.intersect),
-                         clock=clock)
+    crown = bound_layers(
+        executor, region, BoundOptions("crown", tile=options.tile, intersect=options.intersect), clock=clock
+    )
     rows: dict[str, OneHot] = {}
     for name in graph.bounded:
         if not interval_is_exact(graph, name, region):
             index = torch.nonzero(worth_rows(graph, name, crown.boxes[name]).flatten()).flatten()
             if len(index):
                 rows[name] = both_signs(index, None, executor.dtype)
-    rows[graph.output] = both_signs(torch.arange(graph[graph.output].numel, device=executor.device), None,
-                                    executor.dtype)
+    rows[graph.output] = both_signs(
+        torch.arange(graph[graph.output].numel, device=executor.device), None, executor.dtype
+    )
     alphas: dict[str, dict[str, Alpha]] = {}
     for start, group in rows.items():
         passed = executor.program(start).relaxed
@@ -62,12 +65,18 @@ def joint_bounds(executor: Executor, region: Region, options: BoundOptions, *, c
     return LayerBounds(boxes, relaxed, crown.intervals), (best[0].reshape(shape), best[1].reshape(shape))
 
 
-def _evaluate(executor: Executor, region: Region, crown: LayerBounds, rows: dict[str, OneHot],
-              alphas: dict[str, dict[str, Alpha]], best: dict[str, Box]) -> tuple[Tensor, dict[str, Box]]:
+def _evaluate(
+    executor: Executor,
+    region: Region,
+    crown: LayerBounds,
+    rows: dict[str, OneHot],
+    alphas: dict[str, dict[str, Alpha]],
+    best: dict[str, Box],
+) -> tuple[Tensor, dict[str, Box]]:
     """Output rows' bounds under autograd through every layer's bounds, and the best layer boxes so far."""
     graph = executor.graph
     boxes: dict[str, Box] = {}
-    relaxed = {}
+    relaxed: dict[str, Relaxed] = {}
     wanted = set(graph.bounded)
     kept = dict(best)
     for node in graph.nodes:
@@ -89,8 +98,8 @@ def _evaluate(executor: Executor, region: Region, crown: LayerBounds, rows: dict
     return executor.sweep(graph.output, rows[graph.output], relaxed, region, alphas=alphas[graph.output]).lower, kept
 
 
-def _same_free(made: object, like: object) -> object:
+def _same_free(made: Relaxed, like: Relaxed) -> Relaxed:
     """`made` with the packing of `like`, so that alphas keep their places while bounds move."""
     from dataclasses import replace
 
-    return replace(made, free=like.free)  # type: ignore[type-var, attr-defined]
+    return replace(made, free=like.free)  # type: ignore[type-var]

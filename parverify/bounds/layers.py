@@ -1,8 +1,8 @@
 """Bounds of all pre-activations, layer by layer: IBP, CROWN and streamed alpha-CROWN.
 
 Nodes are visited in topological order. Intervals come first and are cheap; where a method bounds backward, only neurons
-whose relaxation could gain get rows (an unstable ReLU, any other nonlinearity on a box that is not a point), in tiles of
-fixed size. Lower and upper bounds intersect with the interval unless `intersect` is off.
+whose relaxation could gain get rows (an unstable ReLU, any other nonlinearity on a box that is not a point), in tiles
+of fixed size. Lower and upper bounds intersect with the interval unless `intersect` is off.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class BoundOptions:
         method: "ibp", "crown-ibp" (intermediate layers as ibp), "crown" or "alpha-crown".
         alpha: used by "alpha-crown".
         tile: rows pushed backward at once.
-        intersect: intersect backward bounds with interval bounds. Without it a neuron that gets rows keeps what they say.
+        intersect: intersect backward bounds with interval bounds. Without it a neuron that gets rows keeps what they
+            say.
     """
 
     method: str = "crown"
-    alpha: AlphaOptions = AlphaOptions()
+    alpha: AlphaOptions = field(default_factory=AlphaOptions)
     tile: int = 512
     intersect: bool = True
 
@@ -79,8 +80,14 @@ def interval_is_exact(graph: BoundGraph, name: str, region: Region) -> bool:
     return region.exact_intervals and mixing <= 1 and not any(node.op in ("act", "mul") for node in nodes)
 
 
-def bound_layers(executor: Executor, region: Region, options: BoundOptions, *, known: Mapping[str, Box] | None = None,
-                 clock: Clock | None = None) -> LayerBounds:
+def bound_layers(
+    executor: Executor,
+    region: Region,
+    options: BoundOptions,
+    *,
+    known: Mapping[str, Box] | None = None,
+    clock: Clock | None = None,
+) -> LayerBounds:
     """Bounds of all pre-activations on D domains.
 
     Args:
@@ -125,8 +132,17 @@ def worth_rows(graph: BoundGraph, name: str, box: Box) -> Tensor:
     return mask
 
 
-def refine(executor: Executor, node: Node, box: Box, found: LayerBounds, region: Region, options: BoundOptions,
-           clock: Clock | None, *, alone: bool) -> Box:
+def refine(
+    executor: Executor,
+    node: Node,
+    box: Box,
+    found: LayerBounds,
+    region: Region,
+    options: BoundOptions,
+    clock: Clock | None,
+    *,
+    alone: bool,
+) -> Box:
     """`box` improved by backward rows: CROWN first, then alpha for the neurons that are still worth it."""
     flat = (box[0].reshape(region.domains, -1), box[1].reshape(region.domains, -1))
     for iterations in (0, options.alpha.iterations) if options.method == "alpha-crown" else (0,):
@@ -134,19 +150,35 @@ def refine(executor: Executor, node: Node, box: Box, found: LayerBounds, region:
         owner, index = torch.nonzero(mask, as_tuple=True)
         found.rows[node.name] = found.rows.get(node.name, 0) + 2 * len(index)
         if len(index):
-            tighter = _bound_neurons(executor, node, (owner, index), found, region,
-                                     replace(options, alpha=replace(options.alpha, iterations=iterations)), clock)
+            tighter = _bound_neurons(
+                executor,
+                node,
+                (owner, index),
+                found,
+                region,
+                replace(options, alpha=replace(options.alpha, iterations=iterations)),
+                clock,
+            )
             if options.method == "crown" and alone:
-                found.raw[node.name] = (flat[0].index_put((owner, index), tighter[0]),
-                                        flat[1].index_put((owner, index), tighter[1]))
+                found.raw[node.name] = (
+                    flat[0].index_put((owner, index), tighter[0]),
+                    flat[1].index_put((owner, index), tighter[1]),
+                )
             if options.intersect or iterations:
                 tighter = meet(tighter, (flat[0][owner, index], flat[1][owner, index]))
             flat = (flat[0].index_put((owner, index), tighter[0]), flat[1].index_put((owner, index), tighter[1]))
     return flat[0].reshape(box[0].shape), flat[1].reshape(box[1].shape)
 
 
-def _bound_neurons(executor: Executor, node: Node, place: tuple[Tensor, Tensor], found: LayerBounds, region: Region,
-                   options: BoundOptions, clock: Clock | None) -> Box:
+def _bound_neurons(
+    executor: Executor,
+    node: Node,
+    place: tuple[Tensor, Tensor],
+    found: LayerBounds,
+    region: Region,
+    options: BoundOptions,
+    clock: Clock | None,
+) -> Box:
     """Bounds (K,) of the neurons `place` = (domain, flat index), in tiles of rows."""
     owner, index = place
     lows, highs = [], []

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def transpose_conv2d(A: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int],
-                     size: tuple[int, int]) -> Tensor:
+def transpose_conv2d(
+    A: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], size: tuple[int, int]
+) -> Tensor:
     """The vector-Jacobian product of `conv2d(x, weight, stride=stride, padding=padding)`.
 
     Args:
@@ -43,8 +44,9 @@ class _Transposed(torch.autograd.Function):
         return F.conv2d(g, weight, None, stride, padding).contiguous(), None, None, None, None
 
 
-def _sub_pixel(A: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int],
-               size: tuple[int, int]) -> Tensor:
+def _sub_pixel(
+    A: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], size: tuple[int, int]
+) -> Tensor:
     c_out, c_in, *kernel = weight.shape
     (sh, sw), taps = stride, [-(-k // s) for k, s in zip(kernel, stride, strict=True)]
     padded = F.pad(weight, (0, taps[1] * sw - kernel[1], 0, taps[0] * sh - kernel[0]))

@@ -25,7 +25,6 @@ Consts = Mapping[str, Tensor]
 Box = tuple[Tensor, Tensor]
 
 
-
 @dataclass(frozen=True)
 class Rule:
     """What a kernel operator means.
@@ -202,8 +201,9 @@ def _linear(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
     return torch.nn.functional.linear(xs[0], consts["weight"], consts.get("bias"))
 
 
-def _weighted_interval(apply: Callable[[Node, Consts, Sequence[Tensor]], Tensor], *roles: str
-                       ) -> Callable[[Node, Consts, Sequence[Box]], Box]:
+def _weighted_interval(
+    apply: Callable[[Node, Consts, Sequence[Tensor]], Tensor], *roles: str
+) -> Callable[[Node, Consts, Sequence[Box]], Box]:
     """Interval rule of a product with a constant: centre with it, radius with its magnitude."""
 
     def interval(node: Node, consts: Consts, boxes: Sequence[Box]) -> Box:
@@ -257,8 +257,17 @@ def _matmul_back(node: Node, consts: Consts, A: Tensor) -> tuple[list[Tensor], N
 def _conv(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
     a = node.attrs
     x = xs[0].reshape(-1, *xs[0].shape[2:])
-    out = torch.convolution(x, consts["weight"], consts.get("bias"), a["stride"], a["padding"], a["dilation"],
-                            a["transposed"], a["output_padding"], a["groups"])
+    out = torch.convolution(
+        x,
+        consts["weight"],
+        consts.get("bias"),
+        a["stride"],
+        a["padding"],
+        a["dilation"],
+        a["transposed"],
+        a["output_padding"],
+        a["groups"],
+    )
     return out.reshape(xs[0].shape[0], *node.shape)
 
 
@@ -276,8 +285,9 @@ def _conv_back(node: Node, consts: Consts, A: Tensor) -> tuple[list[Tensor], Ten
             size = (node.shape[2 + i] - 1) * stride - 2 * padding + dilation * (weight.shape[2 + i] - 1) + 1
             extra[i] = in_shape[2 + i] - size
     flat = A.reshape(-1, *A.shape[2:])
-    out = torch.convolution(flat, weight, None, a["stride"], a["padding"], a["dilation"], not a["transposed"], extra,
-                            a["groups"])
+    out = torch.convolution(
+        flat, weight, None, a["stride"], a["padding"], a["dilation"], not a["transposed"], extra, a["groups"]
+    )
     for i, size in enumerate(in_shape[2:]):
         # Output padding of a stride or more looks like further places of the input.
         out = out.narrow(2 + i, 0, size)
@@ -292,7 +302,8 @@ def _conv_pick(node: Node, consts: Consts, index: Tensor, sign: Tensor) -> tuple
         one = sign.new_zeros(len(index), node.numel)
         one = one.scatter(1, index[:, None], sign[:, None])
         return _conv_back(node, consts, one.reshape(len(index), *node.shape))
-    place, rest = [], index
+    place: list[Tensor] = []
+    rest = index
     for size in reversed(space):
         place.insert(0, rest % size)
         rest = rest // size
@@ -303,8 +314,11 @@ def _conv_pick(node: Node, consts: Consts, index: Tensor, sign: Tensor) -> tuple
     rows = weight.new_zeros(count, in_shape[0], in_shape[1], *padded)
     first = torch.div(channel, channels // a["groups"], rounding_mode="floor") * width
     view = [-1] + [1] * (1 + rank)
-    at: list[Tensor] = [torch.arange(count, device=index.device).reshape(view), image.reshape(view),
-                        (first[:, None] + torch.arange(width, device=index.device)).reshape(-1, width, *[1] * rank)]
+    at: list[Tensor] = [
+        torch.arange(count, device=index.device).reshape(view),
+        image.reshape(view),
+        (first[:, None] + torch.arange(width, device=index.device)).reshape(-1, width, *[1] * rank),
+    ]
     for i in range(rank):
         offsets = torch.arange(weight.shape[2 + i], device=index.device) * a["dilation"][i]
         where = (place[i] * a["stride"][i])[:, None] + offsets

@@ -1,9 +1,10 @@
-"""Rows through nonlinear operators: every row takes the lower line where its coefficient is positive, the upper where not.
+"""Rows through nonlinear operators: every row takes the lower line where its coefficient is positive, the upper where
+not.
 
-A `Relaxed` holds the lines of one nonlinear node for all domains of a batch; `push` carries rows through it. Which line a
-coefficient takes depends on its sign only (Zhang et al., CROWN, 2018); a free parameter alpha per row and neuron chooses
-within a family of sound lines (Xu et al., alpha-CROWN, ICLR 2021). The product of two variables uses the four McCormick
-planes, mixed by alpha. Alphas are packed: only neurons that are free in some domain have one.
+A `Relaxed` holds the lines of one nonlinear node for all domains of a batch; `push` carries rows through it. Which line
+a coefficient takes depends on its sign only (Zhang et al., CROWN, 2018); a free parameter alpha per row and neuron
+chooses within a family of sound lines (Xu et al., alpha-CROWN, ICLR 2021). The product of two variables uses the four
+McCormick planes, mixed by alpha. Alphas are packed: only neurons that are free in some domain have one.
 """
 
 from __future__ import annotations

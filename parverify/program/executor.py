@@ -73,8 +73,14 @@ class Executor:
         live: keep constants attached to the module's parameters, so that bounds can be differentiated.
     """
 
-    def __init__(self, graph: BoundGraph, *, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu", live: bool = False) -> None:
+    def __init__(
+        self,
+        graph: BoundGraph,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        live: bool = False,
+    ) -> None:
         self.graph = graph
         self.dtype = dtype
         self.device = torch.device(device)
@@ -92,7 +98,7 @@ class Executor:
             for key, value in list(node.attrs.items()):
                 moved = _moved(value, self.device)
                 if moved is not value:
-                    dict.__setitem__(node.attrs, key, moved)  # type: ignore[arg-type]
+                    dict.__setitem__(node.attrs, key, moved)  # type: ignore[arg-type, index]
 
     @functools.cache  # noqa: B019  (an executor lives as long as its run)
     def program(self, start: str) -> Program:
@@ -138,14 +144,25 @@ class Executor:
         """
         lower, upper = KERNEL[node.op].interval(node, self.constants(node), boxes)
         unknown = torch.inf
-        return (lower.nan_to_num(nan=-unknown, posinf=-unknown, neginf=-unknown),
-                upper.nan_to_num(nan=unknown, posinf=unknown, neginf=unknown))
+        return (
+            lower.nan_to_num(nan=-unknown, posinf=-unknown, neginf=-unknown),
+            upper.nan_to_num(nan=unknown, posinf=unknown, neginf=unknown),
+        )
 
     # --- backward --------------------------------------------------------------------------------------------------
 
-    def sweep(self, start: str, rows: Rows, relaxed: Mapping[str, Relaxed], region: Region, *,
-              alphas: Mapping[str, Alpha] | None = None, splits: Mapping[str, Splits] | None = None,
-              taps: bool = False, verdict: bool = False) -> Swept:
+    def sweep(
+        self,
+        start: str,
+        rows: Rows,
+        relaxed: Mapping[str, Relaxed],
+        region: Region,
+        *,
+        alphas: Mapping[str, Alpha] | None = None,
+        splits: Mapping[str, Splits] | None = None,
+        taps: bool = False,
+        verdict: bool = False,
+    ) -> Swept:
         """Lower bounds of `rows` on the value of `start` (CROWN, with alpha and beta where given).
 
         Args:

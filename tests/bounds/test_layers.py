@@ -64,8 +64,9 @@ def everything(graph: BoundGraph, region: BoxRegion, options: BoundOptions) -> d
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_neither_tiles_nor_batches_change_bounds(name: str, method: str) -> None:
-    """After one step of alpha for ReLU, none for smooth activations: Adam's first step is the sign of the gradient, which
-    rounding decides where tangents start at their best point."""
+    """After one step of alpha for ReLU, none for smooth activations: Adam's first step is the sign of the gradient,
+    which rounding decides where tangents start at their best point.
+    """
     graph = made(name, 1)
     region = random_box(graph, 3, 0.3, 4, torch.float64)
     options = BoundOptions(method, AlphaOptions(iterations=int(graph.piecewise_linear)))

@@ -16,7 +16,9 @@ from parverify.program.executor import Executor
 
 def executor() -> Executor:
     torch.manual_seed(0)
-    return Executor(trace(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)), (1, 8)))
+    return Executor(
+        trace(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)), (1, 8))
+    )
 
 
 def work(run: Executor) -> None:
