@@ -20,6 +20,7 @@ THINNED = {
     "bab/test_spaces.py": 8,
     "bounds/test_alpha.py": 8,
     "bounds/test_layers.py": 8,
+    "frontend/test_network.py": 4,
     "ops/test_activation.py": 8,
 }
 
