@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from parverify.progress import NullProgress, Progress
 from parverify.verdict import Result, Verdict
 from parverify.verifier import Subject, Verifier
 
+GAP_POINTS = 32
 BOUND_METHODS = tuple(method for method in METHODS if method not in ("auto", "beta-crown"))
 
 
@@ -163,7 +164,24 @@ def _module_subject(module: nn.Module, query: Query, input_shape: Sequence[int] 
         with torch.no_grad():
             return module(point.to(next(iter(tensors)).device if tensors else "cpu")).double().cpu().numpy().ravel()
 
-    return Subject(graph, replay, dtype)
+    return Subject(graph, replay, dtype, _module_gap(graph, replay, dtype, query))
+
+
+def _module_gap(
+    graph: BoundGraph, replay: Callable[[np.ndarray], np.ndarray], dtype: torch.dtype, query: Query
+) -> float:
+    """How far a module's rounding moves its outputs: the largest difference to float64 seen at some points."""
+    fits = (query.n_in, query.n_out) == (graph.input.numel, graph[graph.output].numel)
+    if dtype == torch.float64 or not fits or all(part.empty_box for part in query):
+        return 0.0
+    lower, upper = query.hull()
+    rng = np.random.default_rng(0)
+    share = rng.random((GAP_POINTS, query.n_in))
+    share[::2] = share[::2].round()  # every other one is a corner
+    points = torch.from_numpy(lower + share * (upper - lower)).to(dtype).double()
+    exact = Executor(graph, dtype=torch.float64).evaluate(points).flatten(1).numpy()
+    gaps = np.abs(np.stack([replay(x) for x in points.numpy()]) - exact)
+    return float(gaps[np.isfinite(gaps)].max(initial=0.0))
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------

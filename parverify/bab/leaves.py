@@ -73,13 +73,15 @@ class LeafDecider:
         )
 
     def _exact_rows(self, part: int, shape: tuple[int, ...]) -> Dense:
-        """The disjunct's rows as the property says them, not as rounded into the dtype of the bounds."""
+        """The disjunct's rows as the property says them, not as rounded into the dtype of the bounds, less what they
+        need: the original rounds, so that a point may be unsafe in it that misses by less in exact arithmetic."""
         disjunct, size = self._problem.query.disjuncts[part], int(torch.Size(shape).numel())
         C = np.zeros((len(disjunct.d), size))
         C[:, : disjunct.C_y.shape[1]] = disjunct.C_y
         if disjunct.C_x is not None:
             C[:, disjunct.C_y.shape[1] :] = disjunct.C_x
-        return Dense(torch.from_numpy(C).reshape(-1, *shape), -torch.from_numpy(disjunct.d))
+        need = self._problem.need[part, : len(disjunct.d)].double().cpu()
+        return Dense(torch.from_numpy(C).reshape(-1, *shape), -torch.from_numpy(disjunct.d) - need)
 
     def _box(self, leaf: Domains) -> BoxRegion:
         root = int(leaf["root"][0])
