@@ -35,7 +35,7 @@ from parverify.verdict import Result, Verdict, Witness
 
 INPUT_SPLIT_DIMS = 12  # input splits are tried first where at most this many inputs vary
 INPUT_SPLIT_MOST = 64  # and are a fallback up to here
-MIN_ITERATIONS = 3  # of alpha, however little time is left
+MIN_ITERATIONS = 2  # of alpha for the layers; where fewer fit the time, CROWN's bounds are kept
 ROUNDING_SAFETY = 2.0  # the original's rounding may be this much larger than what was seen at a few points
 
 
@@ -331,9 +331,14 @@ class Verifier:
         """Activation splits of the disjuncts of one box, after alpha-CROWN bounds of its layers."""
         region = select(self._problem.boxes, boxes)
         with torch.no_grad():
-            crown, options = self._affordable(boxes, options)
-            found = bound_layers(self._executor, region, options, known=crown.boxes, clock=self._clock)
-            parts = self._close(found, boxes, parts, options)
+            found = self._crown_layers(boxes)
+            parts = self._close(found, boxes, parts, options)  # alphas of the output's rows alone cost little
+            iterations = self._affordable(found, options) if len(parts) else 0
+            if iterations and self._state.witness is None:
+                self._progress.log(f"alpha: {iterations} iterations for the layers")
+                fewer = replace(options, alpha=replace(options.alpha, iterations=iterations))
+                found = bound_layers(self._executor, region, fewer, known=found.boxes, clock=self._clock)
+                parts = self._close(found, boxes, parts, options)
         if self._state.witness is not None or not len(parts):
             return ""
         self._progress.log(f"alpha-crown: {len(parts)} disjuncts open")
@@ -358,29 +363,28 @@ class Verifier:
         self._note(result, "activation")
         return self._conclude(result)
 
-    def _affordable(self, boxes: Tensor, options: BoundOptions) -> tuple[LayerBounds, BoundOptions]:
-        """CROWN bounds of one box, and as many alpha iterations as fit a quarter of the time left.
+    def _crown_layers(self, boxes: Tensor) -> LayerBounds:
+        """CROWN bounds of one box's layers, those of the rung before where they are still there."""
+        if self._crown is None or self._crown[0] != int(boxes[0]):
+            started = time.monotonic()
+            found = bound_layers(self._executor, select(self._problem.boxes, boxes), self._options("crown"),
+                                 clock=self._clock)
+            self._crown = (int(boxes[0]), found, time.monotonic() - started)
+        return self._crown[1]
+
+    def _affordable(self, crown: LayerBounds, options: BoundOptions) -> int:
+        """How many alpha iterations for the layers fit 40 % of the time left; 0 where too few do to matter.
 
         An iteration costs about three sweeps of the neurons that CROWN leaves unstable, and CROWN's own time tells what
         a row costs.
         """
-        if self._crown is None or self._crown[0] != int(boxes[0]):
-            started = time.monotonic()
-            found = bound_layers(
-                self._executor, select(self._problem.boxes, boxes), self._options("crown"), clock=self._clock
-            )
-            self._crown = (int(boxes[0]), found, time.monotonic() - started)
-        _, crown, seconds = self._crown
-        if math.isinf(self._clock.left):
-            return crown, options
+        if math.isinf(self._clock.left) or self._crown is None:
+            return options.alpha.iterations
         graph = self._executor.graph
         rows = sum(2 * int(worth_rows(graph, name, crown.boxes[name]).sum()) for name in crown.rows)
-        sweep = seconds * rows / max(1, sum(crown.rows.values()))
-        fits = int(0.25 * self._clock.left / max(3 * sweep, 1e-6))
-        iterations = max(MIN_ITERATIONS, min(options.alpha.iterations, fits))
-        if iterations < options.alpha.iterations:
-            self._progress.log(f"alpha: {iterations} iterations instead of {options.alpha.iterations} fit the time")
-        return crown, replace(options, alpha=replace(options.alpha, iterations=iterations))
+        sweep = self._crown[2] * rows / max(1, sum(crown.rows.values()))
+        fits = int(0.4 * self._clock.left / max(3 * sweep, 1e-6))
+        return 0 if fits < MIN_ITERATIONS else min(options.alpha.iterations, fits)
 
     def _note(self, result: Search, kind: str) -> None:
         stats = self._state.stats
