@@ -263,7 +263,7 @@ def _least_excess(system: _System, elastic: np.ndarray, scale: np.ndarray, clock
     cost[n] = 1.0
     bounds = np.tile([-1.0, 1.0], (n + 1, 1))
     bounds[n] = (-2.0, 2.0)  # every scaled functional lies in [-1, 1]
-    options = {"time_limit": clock.left} if np.isfinite(clock.left) else {}
+    options = {"time_limit": max(clock.left, 1e-3)} if np.isfinite(clock.left) else {}
     answer = linprog(cost, A_ub=matrix, b_ub=right, bounds=bounds, method="highs", options=options)
     if answer.status != 0 or answer.x is None:
         timeout = answer.status == 1  # scipy: iteration or time limit

@@ -578,3 +578,20 @@ def test_nothing_proved_without_numbers() -> None:
     A, c = torch.tensor([[1.0], [-1.0]]).double(), torch.tensor([0.2, 0.0]).double()
     late = certified_combination(A, c, box(1), clock=Clock(timeout=0.0))
     assert late == pytest.approx(-0.8, abs=1e-7)  # the better row alone
+
+
+def test_time_that_ends_before_the_solver_starts(lie: Callable[..., None]) -> None:
+    """The clock is read again for the solver's limit, which must be positive."""
+
+    class Jumping(Clock):
+        @property
+        def left(self) -> float:
+            readings.append(next(values))
+            return readings[-1]
+
+    readings: list[float] = []
+    values = itertools.chain([1.0, 1.0], itertools.repeat(-1.0))
+    problem = Problem.of(identity(1), -torch.ones(1), torch.ones(1))
+    result = problem.decide([], [[1.0]], [0.5], Jumping(timeout=1.0))
+    assert len(readings) > 2
+    assert not result.closed
