@@ -10,7 +10,7 @@ new one, and bounds live in mappings from node name to tensors that a call retur
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -186,6 +186,20 @@ def prune(graph: BoundGraph) -> BoundGraph:
     names = {name for node in kept for name in node.consts.values()}
     constants = {name: const for name, const in graph.constants.items() if name in names}
     return check(BoundGraph(kept, graph.output, constants))
+
+
+def on_device(graph: BoundGraph, device: torch.device) -> BoundGraph:
+    """The graph with the index tensors in its nodes' attributes on `device`; constants stay where they are."""
+    if device.type == "cpu":
+        return graph
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        return tuple(moved(item) for item in value) if isinstance(value, tuple) else value
+
+    nodes = [replace(node, attrs={key: moved(value) for key, value in node.attrs.items()}) for node in graph.nodes]
+    return check(BoundGraph(tuple(nodes), graph.output, graph.constants))
 
 
 def rename_inputs(inputs: Sequence[str], alias: Mapping[str, str]) -> tuple[str, ...]:

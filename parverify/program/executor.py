@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parverify.bounds.region import Region
 from parverify.errors import ModelError
-from parverify.graph.ir import BoundGraph, Node
+from parverify.graph.ir import BoundGraph, Node, on_device
 from parverify.ops.kernel import KERNEL, Box, Consts
 from parverify.ops.relaxation import Alpha, Relaxed
 from parverify.ops.rounding import VERDICT_ULPS, slack
@@ -81,7 +81,7 @@ class Executor:
         device: torch.device | str = "cpu",
         live: bool = False,
     ) -> None:
-        self.graph = graph
+        self.graph = on_device(graph, torch.device(device))
         self.dtype = dtype
         self.device = torch.device(device)
         memo: dict[int, Tensor] = {}
@@ -89,16 +89,6 @@ class Executor:
             name: (const.live(memo) if live else const.value.detach()).to(self.device, dtype)
             for name, const in graph.constants.items()
         }
-        self._attrs_on_device()
-
-    def _attrs_on_device(self) -> None:
-        if self.device.type == "cpu":
-            return
-        for node in self.graph.nodes:
-            for key, value in list(node.attrs.items()):
-                moved = _moved(value, self.device)
-                if moved is not value:
-                    dict.__setitem__(node.attrs, key, moved)  # type: ignore[arg-type, index]
 
     @functools.cache  # noqa: B019  (an executor lives as long as its run)
     def program(self, start: str) -> Program:
@@ -271,11 +261,3 @@ class _Sweep:
         """Concretized rows plus constants, less what rounding may have added; no number is no bound."""
         lower = value + self._constant - slack(value.dtype) * self.mass
         return torch.where(lower.isnan() | (lower == torch.inf), -torch.inf, lower)
-
-
-def _moved(value: object, device: torch.device) -> object:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-        return tuple(item.to(device) for item in value)
-    return value
