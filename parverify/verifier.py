@@ -367,8 +367,9 @@ class Verifier:
         """CROWN bounds of one box's layers, those of the rung before where they are still there."""
         if self._crown is None or self._crown[0] != int(boxes[0]):
             started = time.monotonic()
-            found = bound_layers(self._executor, select(self._problem.boxes, boxes), self._options("crown"),
-                                 clock=self._clock)
+            found = bound_layers(
+                self._executor, select(self._problem.boxes, boxes), self._options("crown"), clock=self._clock
+            )
             self._crown = (int(boxes[0]), found, time.monotonic() - started)
         return self._crown[1]
 
