@@ -136,7 +136,7 @@ def _load(
         from parverify.frontend.vnnlib import read_query
 
         progress.phase("parsing the property")
-        query = read_query(Path(spec), n_in=network.n_in, n_out=network.n_out, clock=clock)
+        query = _read(read_query, Path(spec), network.n_in, network.n_out, clock)
     if (query.n_in, query.n_out) != (network.n_in, network.n_out):
         raise SpecError(
             f"the property has {query.n_in} inputs and {query.n_out} outputs, the network "
@@ -151,6 +151,16 @@ def _load(
     clock.check("loading")
     graph = trace(network.module, network.input_shape, dtype=network.dtype)
     return Subject(graph, network.replay, network.dtype, gap), query
+
+
+def _read(read: Callable[..., Query], path: Path, n_in: int, n_out: int, clock: Clock) -> Query:
+    """The property of a file, whose name belongs to the place that an error names."""
+    try:
+        return read(path, n_in=n_in, n_out=n_out, clock=clock)
+    except SpecError as error:
+        if str(path) not in error.message:
+            error.message = f"{path}: {error.message}"
+        raise
 
 
 def _module_subject(module: nn.Module, query: Query, input_shape: Sequence[int] | None) -> Subject:
@@ -240,10 +250,16 @@ def compute_bounds(
     given = center if center is not None else lower
     if given is None or (center is None) == (lower is None) or (lower is not None and upper is None):
         raise UsageError("give either lower and upper, or center and eps")
+    for name, value in (("lower", lower), ("upper", upper), ("center", center), ("C", C)):
+        if value is not None and not (isinstance(value, Tensor) and value.is_floating_point()):
+            raise UsageError(f"{name} must be a floating-point tensor", "torch.as_tensor(..., dtype=torch.float32)")
     executor = _executor(model, given, input_shape, differentiable)
     region, single = _region(executor, lower, upper, center, eps, norm)
     chosen = options or BoundOptions()
     chosen = BoundOptions(method, chosen.alpha, chosen.tile, chosen.intersect)
+    n_out = executor.graph[executor.graph.output].numel
+    if C is not None and (C.dim() not in (2, 3) or C.shape[-1] != n_out):
+        raise UsageError(f"C must have shape (rows, {n_out}) or (domains, rows, {n_out}), not {list(C.shape)}")
     with torch.set_grad_enabled(differentiable):
         found = bound_layers(executor, region, chosen)
         low, high = _output_bounds(executor, region, found, chosen, C)
@@ -280,7 +296,7 @@ def _region(
     given = center if center is not None else lower
     if given is None:
         raise UsageError("a region is needed")
-    if given.numel() % size:
+    if not given.numel() or given.numel() % size:
         raise UsageError(
             f"a region of shape {list(given.shape)} does not fit the network's input of shape "
             f"{list(executor.graph.input.shape)}"
@@ -289,11 +305,15 @@ def _region(
     if center is None:
         if lower is None or upper is None or lower.shape != upper.shape:
             raise UsageError("lower and upper must have the same shape")
+        if not bool((lower <= upper).all()):
+            raise UsageError("lower must not exceed upper anywhere, and neither may be NaN")
         return BoxRegion(lower.reshape(-1, size), upper.reshape(-1, size)), single
     if eps is None:
         raise UsageError("a ball needs eps")
     flat = center.reshape(-1, size)
     radius = torch.as_tensor(eps, dtype=flat.dtype, device=flat.device).expand(flat.shape[0])
+    if not bool((radius >= 0).all()):
+        raise UsageError("eps must not be negative")
     if norm == float("inf"):
         return BoxRegion(flat - radius[:, None], flat + radius[:, None]), single
     return BallRegion(flat, radius, norm), single
@@ -356,6 +376,8 @@ def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, cl
     subject, query = _load(model, spec, clock, NullProgress(), settings, None)
     dtype = getattr(torch, settings.dtype)
     executor = Executor(subject.graph, dtype=dtype, device=settings.device)
+    if all(part.empty_box for part in query):
+        raise SpecError("no input satisfies the property's input constraints, so there is no box to bound over")
     lower, upper = query.hull()
     region = outward_box(torch.from_numpy(lower), torch.from_numpy(upper), dtype, settings.device)
     budget = make_budget(subject.graph, memory=settings.memory, itemsize=torch.finfo(dtype).bits // 8)

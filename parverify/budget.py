@@ -45,7 +45,7 @@ class Budget:
             least = 4 * TILE_LEAST * self.row_bytes
             raise ResourceError(
                 f"the memory budget of {self.total} bytes is too small for this network",
-                f"it needs at least {least} bytes: --memory {least / 2**20:.0f}MiB",
+                f"it needs at least {least} bytes: --memory {-(-least // 2**20)}MiB",
             )
         return int(min(fits, TILE_MOST, max(TILE_GOOD, TILE_BYTES // self.widest_bytes)))
 
@@ -67,7 +67,7 @@ def make_budget(graph: BoundGraph, *, memory: int | None, itemsize: int) -> Budg
     if memory is not None and constants >= memory:
         raise ResourceError(
             f"the network's weights alone take {constants} bytes, the memory budget is {memory}",
-            f"--memory {2 * constants / 2**20:.0f}MiB or more",
+            f"--memory {-(-2 * constants // 2**20)}MiB or more",
         )
     widest = max(node.numel for node in graph.nodes)
     return Budget(max(1, total - constants), widths * itemsize * ROW_COPIES, widest * itemsize)

@@ -347,7 +347,7 @@ class Verifier:
         space = ActivationSpace(
             self._problem,
             region,
-            found.boxes,
+            found,
             BetaOptions(beta.iterations, beta.lr_alpha, beta.lr_beta, settings.candidates),
             clock=self._clock,
             confirm=self._confirm,

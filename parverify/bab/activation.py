@@ -20,10 +20,11 @@ from parverify.bab.domains import Domains, pad_width
 from parverify.bab.driver import Bounded
 from parverify.bab.problem import Problem
 from parverify.bounds.alpha import Adam, ascend
+from parverify.bounds.layers import LayerBounds
 from parverify.bounds.region import Region, select
 from parverify.clock import Clock
 from parverify.ops.kernel import Box
-from parverify.ops.relaxation import Alpha, Relaxed, relax
+from parverify.ops.relaxation import Alpha, Relaxations, relax
 from parverify.program.executor import Splits, Swept
 from parverify.verdict import Witness
 
@@ -55,7 +56,7 @@ class ActivationSpace:
     Args:
         problem: the query.
         region: the input boxes of the roots, K of them.
-        boxes: pre-activation bounds of the roots, name -> (K, *shape).
+        layers: pre-activation bounds of the roots, (K, *shape) each.
         options: how to bound.
         clock: checked in every iteration.
         confirm: tries candidate points (points, parts) and returns a witness.
@@ -66,7 +67,7 @@ class ActivationSpace:
         self,
         problem: Problem,
         region: Region,
-        boxes: Mapping[str, Box],
+        layers: LayerBounds,
         options: BetaOptions,
         *,
         clock: Clock,
@@ -76,7 +77,8 @@ class ActivationSpace:
         self.problem, self.region, self.options, self.clock = problem, region, options, clock
         self.graph = problem.executor.graph
         self.names = list(self.graph.bounded)
-        self.boxes = {name: (low.flatten(1), high.flatten(1)) for name, (low, high) in boxes.items()}
+        self.boxes = {name: (low.flatten(1), high.flatten(1)) for name, (low, high) in layers.boxes.items()}
+        self._magnitudes = layers.relaxed.magnitudes
         self._confirm, self._decide = confirm, decide
         roots = self._relax({name: self.boxes[name] for name in self.names}, {})
         self._free = {name: relaxed.free for name, relaxed in roots.items()}
@@ -133,8 +135,8 @@ class ActivationSpace:
             out[name] = (low, high)
         return out
 
-    def _relax(self, boxes: Mapping[str, Box], free: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Relaxed]:
-        made = {}
+    def _relax(self, boxes: Mapping[str, Box], free: Mapping[str, Mapping[str, Tensor]]) -> Relaxations:
+        made = Relaxations(self._magnitudes)
         for node in self.graph.nonlinear:
             shaped = [
                 (low.reshape(-1, *self.graph[name].shape), high.reshape(-1, *self.graph[name].shape))

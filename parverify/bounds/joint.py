@@ -14,7 +14,7 @@ from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers, int
 from parverify.bounds.region import Region
 from parverify.clock import Clock
 from parverify.ops.kernel import Box
-from parverify.ops.relaxation import Alpha, Relaxed, relax
+from parverify.ops.relaxation import Alpha, Relaxations, Relaxed, relax
 from parverify.program.executor import Executor
 from parverify.program.rows import OneHot, both_signs
 
@@ -61,7 +61,8 @@ def joint_bounds(
     if best is None:
         raise ValueError("at least one evaluation is needed")
     shape = (1, *graph[graph.output].shape)
-    relaxed = {node.name: relax(node, [boxes[name] for name in node.inputs]) for node in graph.nonlinear}
+    relaxed = Relaxations(crown.relaxed.magnitudes)
+    relaxed.update({node.name: relax(node, [boxes[name] for name in node.inputs]) for node in graph.nonlinear})
     return LayerBounds(boxes, relaxed, crown.intervals), (best[0].reshape(shape), best[1].reshape(shape))
 
 
@@ -76,7 +77,7 @@ def _evaluate(
     """Output rows' bounds under autograd through every layer's bounds, and the best layer boxes so far."""
     graph = executor.graph
     boxes: dict[str, Box] = {}
-    relaxed: dict[str, Relaxed] = {}
+    relaxed = Relaxations(crown.relaxed.magnitudes)
     wanted = set(graph.bounded)
     kept = dict(best)
     for node in graph.nodes:

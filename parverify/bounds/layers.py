@@ -18,7 +18,7 @@ from parverify.bounds.region import Region
 from parverify.clock import Clock
 from parverify.graph.ir import BoundGraph, Node
 from parverify.ops.kernel import KERNEL, Box
-from parverify.ops.relaxation import Relaxed, RelaxedActivation, relax
+from parverify.ops.relaxation import Relaxations, RelaxedActivation, relax
 from parverify.program.executor import Executor
 from parverify.program.rows import both_signs, tiles
 
@@ -52,7 +52,7 @@ class LayerBounds:
 
     Args:
         boxes: node name -> (lower, upper), (D, *shape) each.
-        relaxed: nonlinear node name -> relaxation.
+        relaxed: nonlinear node name -> relaxation, with the magnitudes of affine nodes.
         intervals: boxes of all nodes, as intervals gave them (refined where rows were pushed).
         rows: node name -> how many rows were pushed from it.
         raw: node name -> (D, n) boxes before they were intersected with intervals, where plain CROWN bounds stand
@@ -61,7 +61,7 @@ class LayerBounds:
     """
 
     boxes: dict[str, Box] = field(default_factory=dict)
-    relaxed: dict[str, Relaxed] = field(default_factory=dict)
+    relaxed: Relaxations = field(default_factory=Relaxations)
     intervals: dict[str, Box] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     raw: dict[str, Box] = field(default_factory=dict)
@@ -105,6 +105,7 @@ def bound_layers(
     wanted = set(graph.bounded)
     for node in graph.nodes:
         if node.op != "input":
+            _note_magnitude(executor, node, found)
             found.intervals[node.name] = executor.interval(node, [found.intervals[name] for name in node.inputs])
         if node.op in ("act", "mul"):
             made = relax(node, [found.boxes[name] for name in node.inputs])
@@ -119,6 +120,22 @@ def bound_layers(
                 box = refine(executor, node, box, found, region, options, clock, alone=known is None)
             found.intervals[node.name] = found.boxes[node.name] = box
     return found
+
+
+def _note_magnitude(executor: Executor, node: Node, found: LayerBounds) -> None:
+    """The node's magnitudes from its inputs' boxes: its interval on the boxes [-|x|, |x|] of all domains together."""
+    if node.op in ("act", "mul") or not (KERNEL[node.op].mixing or node.consts):
+        return  # nothing is summed up
+    boxes = []
+    with torch.no_grad():
+        for name in node.inputs:
+            low, high = found.intervals[name]
+            largest = torch.maximum(low.detach().abs(), high.detach().abs()).amax(0, keepdim=True)
+            boxes.append((-largest, largest))
+        low, high = executor.interval(node, boxes)
+        magnitude = torch.maximum(low.abs(), high.abs()).reshape(-1)
+    if bool(magnitude.isfinite().all()):  # else the rows' bounds are all there is to go by
+        found.relaxed.magnitudes[node.name] = magnitude
 
 
 def worth_rows(graph: BoundGraph, name: str, box: Box) -> Tensor:

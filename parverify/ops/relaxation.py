@@ -9,6 +9,7 @@ McCormick planes, mixed by alpha. Alphas are packed: only neurons that are free 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -43,6 +44,20 @@ class Relaxed(Protocol):
 
     def mass(self, A: Tensor, owner: Tensor | None, constant: Tensor) -> Tensor:
         """(N,) an upper bound on the magnitudes that were summed up for `constant`, for the allowance for rounding."""
+
+
+class Relaxations(dict[str, Relaxed]):
+    """The relaxations of a graph's nonlinear nodes by name, with what the allowance for rounding needs of the others.
+
+    Attributes:
+        magnitudes: affine node name -> (n,) the largest sum of magnitudes of terms that its scalars are, |W| |x| + |b|,
+            on all domains. Pushing a row through the node rounds its coefficients; what that can change in the bound is
+            at most a few eps times |row| . magnitudes, however much the coefficients cancel.
+    """
+
+    def __init__(self, magnitudes: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.magnitudes: dict[str, Tensor] = dict(magnitudes or {})
 
 
 def _rows(table: Tensor, owner: Tensor | None) -> Tensor:

@@ -47,8 +47,11 @@ def _chord(l: Tensor, u: Tensor, unstable: Tensor, active: Tensor) -> FixedLine:
     high = torch.where(known, u, one)
     high = torch.maximum(high, low + MIN_WIDTH)
     chord = high / (high - low)
-    slope = torch.where(known, chord, torch.where(active, one, zero))
     # The rounded chord may pass below (u, u) by an ulp of u.
     lifted = 2 * torch.finfo(l.dtype).eps * high - chord * low
+    # A chord that underflows carries no digits: the constant line at the top takes its place.
+    flat = chord < torch.finfo(l.dtype).tiny
+    chord, lifted = torch.where(flat, zero, chord), torch.where(flat, high, lifted)
+    slope = torch.where(known, chord, torch.where(active, one, zero))
     stable = active | ((u <= 0) & (l <= u))
     return FixedLine(slope, torch.where(known, lifted, torch.where(stable, zero, torch.inf)))

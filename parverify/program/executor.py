@@ -17,8 +17,8 @@ from parverify.bounds.region import Region
 from parverify.errors import ModelError
 from parverify.graph.ir import BoundGraph, Node, on_device
 from parverify.ops.kernel import KERNEL, Box, Consts
-from parverify.ops.relaxation import Alpha, Relaxed
-from parverify.ops.rounding import VERDICT_ULPS, slack
+from parverify.ops.relaxation import Alpha, Relaxations, Relaxed
+from parverify.ops.rounding import VERDICT_ULPS, row_slack
 from parverify.program.rows import OneHot, Rows
 from parverify.program.steps import Affine, Concretize, Join, Program, Relax, compile_sweep
 
@@ -158,7 +158,7 @@ class Executor:
         Args:
             start: node name.
             rows: N rows.
-            relaxed: relaxation of every nonlinear node on the way.
+            relaxed: relaxation of every nonlinear node on the way; `Relaxations` for a full allowance for rounding.
             region: the input domains.
             alphas: node name -> packed alphas (N, F).
             splits: node name -> split constraints on its value, for these rows.
@@ -168,7 +168,7 @@ class Executor:
         Returns:
             The bounds, with an allowance for rounding.
         """
-        run = _Sweep(self, rows, region.domains)
+        run = _Sweep(self, rows, region.domains, relaxed.magnitudes if isinstance(relaxed, Relaxations) else {})
         alphas, splits = alphas or {}, splits or {}
         lower, final = None, None
         tapped: dict[str, Tensor] = {}
@@ -196,8 +196,9 @@ class Executor:
 class _Sweep:
     """The state of one sweep: rows waiting on nodes, and the constants picked up so far."""
 
-    def __init__(self, executor: Executor, rows: Rows, domains: int) -> None:
+    def __init__(self, executor: Executor, rows: Rows, domains: int, magnitudes: Mapping[str, Tensor]) -> None:
         self._executor = executor
+        self._magnitudes = magnitudes
         self._rows = rows
         self.owner = rows.owner if domains > 1 else None
         self._start: str | None = None
@@ -246,10 +247,12 @@ class _Sweep:
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
         parts, constant = rule.backward(node, consts, A)
-        mass = None
-        if constant is not None:
-            mass = A.detach().abs().reshape(A.shape[0], -1) @ self._executor.offset(node).abs()
-        self._put(node, parts, constant, mass)
+        magnitude = self._magnitudes.get(node.name)
+        if magnitude is None and constant is not None:
+            magnitude = self._executor.offset(node).abs()
+        if magnitude is not None:
+            self.mass = self.mass + A.detach().abs().reshape(A.shape[0], -1) @ magnitude
+        self._put(node, parts, constant, torch.zeros_like(self.mass))
 
     def relax(self, node: Node, relaxed: Relaxed, alpha: Alpha | None, splits: Mapping[str, Splits]) -> None:
         A = self.at(node.name, splits)
@@ -259,5 +262,5 @@ class _Sweep:
 
     def total(self, value: Tensor) -> Tensor:
         """Concretized rows plus constants, less what rounding may have added; no number is no bound."""
-        lower = value + self._constant - slack(value.dtype) * self.mass
+        lower = value + self._constant - row_slack(value.dtype) * self.mass
         return torch.where(lower.isnan() | (lower == torch.inf), -torch.inf, lower)

@@ -245,7 +245,7 @@ def activation_space(problem: Problem, box: int = 0, *, iterations: int = 5, lea
     decider = LeafDecider(problem, region, nothing, Clock())
     decide = decider if leaves and problem.executor.graph.piecewise_linear else None
     return ActivationSpace(
-        problem, region, found.boxes, BetaOptions(iterations), clock=Clock(), confirm=nothing, decide=decide
+        problem, region, found, BetaOptions(iterations), clock=Clock(), confirm=nothing, decide=decide
     )
 
 

@@ -69,7 +69,7 @@ def test_crown_ibp(shared: Path, case: str) -> None:
     assert_equal(golden.found(BoundOptions("crown-ibp")), golden.expected("crown_ibp"))
 
 
-ROUNDED = 3e-4  # the allowance for rounding in float32, which the reference does not make, adds up in deep networks
+ROUNDED = 1e-3  # the allowance for rounding in float32, which the reference does not make, adds up in deep networks
 
 
 @pytest.mark.parametrize("case", CASES)
