@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
+from torch import Tensor, nn
 
 from parverify.bounds.alpha import AlphaOptions, optimize
 from parverify.bounds.layers import BoundOptions, bound_layers
 from parverify.bounds.region import BoxRegion, select
 from parverify.graph.ir import BoundGraph, Const
+from parverify.graph.trace import trace
 from parverify.ops.kernel import Box
 from parverify.program.executor import Executor
 from parverify.program.rows import both_signs
@@ -186,3 +188,32 @@ def test_unbounded_inputs_prove_nothing_wrong(method: str, width: float) -> None
         assert not upper.isnan().any()
         assert ((lower <= inside) | ~inside.isfinite()).all(), name
         assert ((upper >= inside) | ~inside.isfinite()).all(), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_coefficients_that_cancel(seed: int, bias: bool) -> None:
+    """Two affine layers whose product cancels up to its last digits: rounding decides about the swept coefficient.
+
+    The exact coefficient is known in rational arithmetic. The twin has the cancellation in the bias.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    first = 100 * torch.randn(64, 1, generator=generator)
+    second = 100 * torch.randn(1, 64, generator=generator)
+
+    def exact() -> Fraction:
+        return sum((Fraction(float(second[0, i])) * Fraction(float(first[i, 0])) for i in range(64)), Fraction(0))
+
+    second[0, 63], first[63, 0] = 1.0, 0.0
+    first[63, 0] = float(-exact())
+    one, two = nn.Linear(1, 64, bias=bias), nn.Linear(64, 1, bias=False)
+    with torch.no_grad():
+        one.weight.copy_(torch.zeros_like(first) if bias else first)
+        if bias:
+            one.bias.copy_(first[:, 0])
+        two.weight.copy_(second)
+    graph = trace(nn.Sequential(one, two), (1, 1))
+    region = BoxRegion(torch.ones(1, 1), torch.ones(1, 1))
+    for method in ("crown", "alpha-crown"):
+        _, (low, high) = bounded(Executor(graph), region, BoundOptions(method, intersect=False))
+        assert Fraction(float(low)) <= exact() <= Fraction(float(high))
