@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from parverify.attack.search import WitnessSearch
 from parverify.bab.activation import ActivationSpace, BetaOptions
-from parverify.bab.driver import BatchSize, Search, search
+from parverify.bab.domains import Domains, Pool
+from parverify.bab.driver import BatchSize, Search, Space, search
 from parverify.bab.input import InputSpace
 from parverify.bab.leaves import LeafDecider
 from parverify.bab.problem import build
@@ -108,8 +110,8 @@ class Verifier:
             return self._result(Verdict.TIMEOUT, error.message)
         if self._state.witness is not None:
             return self._result(Verdict.SAT, "a witness was replayed on the original network")
-        if reason:
-            return self._result(Verdict.UNKNOWN, reason)
+        if reason or len(self._state.open):
+            return self._result(Verdict.UNKNOWN, reason or "disjuncts were left open")
         return self._result(Verdict.UNSAT, "every part of the unsafe region was closed")
 
     def _result(self, verdict: Verdict, reason: str) -> Result:
@@ -288,17 +290,8 @@ class Verifier:
         watch = _Watch(self._clock) if may_give_up else None
         settings = self._settings.branching
         batch = BatchSize(settings.batch or 64, self._budget.batch(settings.batch), fixed=bool(settings.batch))
-        result, pool = search(
-            space,
-            space.roots(self._state.open.cpu()),
-            batch=batch,
-            memory=self._budget.pool,
-            clock=self._clock,
-            progress=self._progress,
-            pause=watch,
-        )
+        result, pool = self._run_search(space, space.roots(self._state.open.cpu()), batch, pause=watch)
         try:
-            self._note(result, "input")
             if result.finished or result.witness is not None:
                 reason = self._conclude(result)
                 if not reason and result.witness is None:
@@ -356,12 +349,32 @@ class Verifier:
         roots = space.roots(parts, torch.zeros_like(parts))
         rows = self._problem.rows_per_part
         batch = BatchSize(settings.batch or 16, self._budget.batch(settings.batch, rows), fixed=bool(settings.batch))
-        result, pool = search(
-            space, roots, batch=batch, memory=self._budget.pool, clock=self._clock, progress=self._progress
-        )
+        result, pool = self._run_search(space, roots, batch)
         pool.close()
-        self._note(result, "activation")
         return self._conclude(result)
+
+    def _run_search(
+        self, space: Space, roots: Domains, batch: BatchSize, *, pause: Callable[[Search], bool] | None = None
+    ) -> tuple[Search, Pool]:
+        """A search whose figures are kept however it ends."""
+        state = Search()
+        try:
+            return search(
+                space,
+                roots,
+                batch=batch,
+                memory=self._budget.pool,
+                clock=self._clock,
+                progress=self._progress,
+                pause=pause,
+                state=state,
+            )
+        finally:
+            stats = self._state.stats
+            for key in ("bounded", "closed", "batches", "spilled"):
+                stats[key] = stats.get(key, 0) + getattr(state, key)
+            stats["branching"] = "input" if isinstance(space, InputSpace) else "activation"
+            self._state.witness = state.witness
 
     def _crown_layers(self, boxes: Tensor) -> LayerBounds:
         """CROWN bounds of one box's layers, those of the rung before where they are still there."""
@@ -386,13 +399,6 @@ class Verifier:
         sweep = self._crown[2] * rows / max(1, sum(crown.rows.values()))
         fits = int(0.4 * self._clock.left / max(3 * sweep, 1e-6))
         return 0 if fits < MIN_ITERATIONS else min(options.alpha.iterations, fits)
-
-    def _note(self, result: Search, kind: str) -> None:
-        stats = self._state.stats
-        for key in ("bounded", "closed", "batches", "spilled"):
-            stats[key] = stats.get(key, 0) + getattr(result, key)
-        stats["branching"] = kind
-        self._state.witness = result.witness
 
     def _conclude(self, result: Search) -> str:
         """Why a finished search decides nothing, or an empty string."""

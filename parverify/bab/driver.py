@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -65,7 +65,7 @@ class Search:
     """
 
     witness: Witness | None = None
-    unresolved: list[str] | None = None
+    unresolved: list[str] = field(default_factory=list)
     finished: bool = False
     bounded: int = 0
     closed: int = 0
@@ -116,6 +116,7 @@ def search(
     progress: Progress,
     pause: Callable[[Search], bool] | None = None,
     pool: Pool | None = None,
+    state: Search | None = None,
 ) -> tuple[Search, Pool]:
     """Run until everything is closed, a witness is found, the clock ends, or `pause` says stop.
 
@@ -128,13 +129,14 @@ def search(
         progress: told about every batch.
         pause: asked after every batch; the pool can be taken up again later.
         pool: continue with this pool instead of a new one.
+        state: written after every batch, for a caller that wants the figures of a search that ran out of time too.
 
     Raises:
         OutOfTimeError: the clock ran out.
     """
     pool = Pool(memory=memory, pad=space.pad) if pool is None else pool  # type: ignore[arg-type]
     pool.push(roots)
-    state = Search(unresolved=[])
+    state = Search() if state is None else state
     started = time.monotonic()
     while len(pool):
         clock.check("searching")
@@ -157,7 +159,7 @@ def search(
         if state.witness is None and len(stuck):
             closed, state.witness, reasons = space.leaf(stuck)
             state.closed += closed
-            state.unresolved.extend(reasons)  # type: ignore[union-attr]
+            state.unresolved.extend(reasons)
         if state.witness is not None:
             break
         pool.push(bounded.domains)
