@@ -40,8 +40,23 @@ class Builder:
         self._nodes: list[Node] = [Node("input", "input", (), tuple(input_shape))]
         self._constants: dict[str, Const] = {}
         self._names: dict[int, str] = {}
+        self._truths: set[str] = set()
         self.source = ""
         self.input = Var("input", tuple(input_shape))
+
+    def truth(self, value: Value) -> Value:
+        """The same value, known to be 0 or 1."""
+        if isinstance(value, Var):
+            self._truths.add(value.name)
+        return value
+
+    def is_truth(self, value: Var) -> bool:
+        """Whether a value is known to be 0 or 1; moving it around keeps it so."""
+        name = value.name
+        by_name = {node.name: node for node in self._nodes}
+        while name not in self._truths and by_name[name].op in ("reshape", "permute", "expand"):
+            name = by_name[name].inputs[0]
+        return name in self._truths
 
     def finish(self, output: Var) -> BoundGraph:
         """The graph with `output` as its output."""

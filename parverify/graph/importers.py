@@ -175,7 +175,7 @@ def _pad(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
 @importer("_to_copy", "to", "type_as")
 def _cast(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Var:
     dtype = kwargs.get("dtype")
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not dtype.is_floating_point and not b.is_truth(args[0]):
         raise ModelError(
             f"{b.source}: casts a value that depends on the input to {dtype}",
             "only casts between floating-point types can be bounded",
@@ -275,15 +275,18 @@ def _div(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
 def _where(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value:
     condition, x, y = args[0], operand(args[1]), operand(args[2])
     if isinstance(condition, Var):
-        raise ModelError(f"{b.source}: `where` chooses by values that depend on the input")
+        from parverify.graph.importers_logic import choose
+
+        return choose(b, condition, x, y)
     mask = condition.value.to(torch.get_default_dtype())
-    return b.add(b.mul(x, _finite(x, mask)), b.mul(y, _finite(y, 1 - mask)))
+    return b.add(b.mul(finite(x), Const(mask)), b.mul(finite(y), Const(1 - mask)))
 
 
-def _finite(value: Value, mask: Tensor) -> Const:
+def finite(value: Value) -> Value:
+    """The value itself, unless it is an infinite constant, which no product with 0 takes away."""
     if isinstance(value, Const) and bool(torch.isinf(value.value).any()):
         raise ModelError("`where` with an infinite constant is not supported", "use a large finite number as the mask")
-    return Const(mask)
+    return value
 
 
 @importer("masked_fill")
@@ -423,12 +426,15 @@ def _resample(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Value
 # These fill the same table.
 from parverify.graph import importers_nonlinear as _nonlinear  # noqa: E402, I001  (the next one imports it)
 from parverify.graph import importers_composite as _composite  # noqa: E402
+from parverify.graph import importers_logic as _logic  # noqa: E402
 
 __all__ = [
     "IMPORTERS",
     "Importer",
     "_composite",
+    "_logic",
     "_nonlinear",
+    "finite",
     "importer",
     "operand",
     "positions",

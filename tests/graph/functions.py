@@ -89,6 +89,11 @@ ARITHMETIC: Table = {
     "maximum_constant": (MATRIX, lambda x: torch.maximum(V, x)),
     "minimum": (MATRIX, lambda x: torch.minimum(x[0], x[1]) - torch.minimum(x[0], V)),
     "where": (MATRIX, lambda x: torch.where(MASK, x, 2 * x.flip(1))),
+    "where_greater": (MATRIX, lambda x: torch.where(x > 0.25, x, 2 * x.flip(1))),
+    "where_less": (MATRIX, lambda x: torch.where(x <= x.flip(1), x, -x)),
+    "compare_as_numbers": (MATRIX, lambda x: (x >= 0.1).float() - (x < -0.2).to(x.dtype) + (x != 0.3).double()),
+    "compare_as_integers": (MATRIX, lambda x: (x > 0.1).long().to(x.dtype) * x),
+    "logic": (MATRIX, lambda x: torch.where((x > -0.5) & ~(x > 0.5) | (x.flip(0) > 1), x, 0 * x)),
     "where_numbers": (MATRIX, lambda x: torch.where(MASK, x, 7.0)),
     "masked_fill": (MATRIX, lambda x: x.masked_fill(MASK, -3.5)),
 }

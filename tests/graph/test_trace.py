@@ -171,8 +171,6 @@ DEPENDENT = {
     "argmax": lambda x: x.gather(1, x.argmax(1, keepdim=True)),
     "indices_of_max": lambda x: x.gather(1, x.max(1, keepdim=True).indices),
     "pool_indices": lambda x: torch.nn.functional.max_pool1d(x, 2, return_indices=True)[1].double(),
-    "where": lambda x: torch.where(x > 0, x, 2 * x),
-    "comparison": lambda x: (x > 0.5).double(),
     "cast": lambda x: x.long().double(),
     "tolist": lambda x: x * torch.tensor(x.tolist()[0][0], dtype=torch.float64),
     "numpy": lambda x: x * float(x.numpy()[0, 0]),
