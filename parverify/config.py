@@ -97,7 +97,7 @@ class AlphaSettings(_Section):
     """
 
     iterations: int = _option(20, least=0)
-    lr: float = _option(0.25, above=0)
+    lr: float = _option(0.5, above=0)
     joint: bool = _option(False)
 
 

@@ -31,8 +31,8 @@ class AlphaOptions:
     """
 
     iterations: int = 20
-    lr: float = 0.25
-    decay: float = 0.95
+    lr: float = 0.5
+    decay: float = 0.9
 
 
 class Adam:
