@@ -135,8 +135,14 @@ class ActivationSpace:
             out[name] = (low, high)
         return out
 
-    def _relax(self, boxes: Mapping[str, Box], free: Mapping[str, Mapping[str, Tensor]]) -> Relaxations:
-        made = Relaxations(self._magnitudes)
+    def _relax(
+        self, boxes: Mapping[str, Box], free: Mapping[str, Mapping[str, Tensor]], root: Tensor | None = None
+    ) -> Relaxations:
+        """Relaxations on boxes (D, n) of the roots themselves, or of domains whose roots are `root` (D,)."""
+        magnitudes = self._magnitudes
+        if root is not None and len(self.boxes[self.names[0]][0]) > 1:
+            magnitudes = {name: table.index_select(0, root) for name, table in magnitudes.items()}
+        made = Relaxations(magnitudes)
         for node in self.graph.nonlinear:
             shaped = [
                 (low.reshape(-1, *self.graph[name].shape), high.reshape(-1, *self.graph[name].shape))
@@ -272,7 +278,7 @@ class BatchRun:
         self.width = problem.rows_per_part
         self.part = domains["part"].to(device)
         self.boxes = space.clipped(domains)
-        self.relaxed = space._relax(self.boxes, space._free)
+        self.relaxed = space._relax(self.boxes, space._free, domains["root"].to(device))
         self.rows = problem.rows(self.part)
         self.region = select(space.region, domains["root"].to(device))
         self.alphas: dict[str, Alpha] = {}

@@ -123,19 +123,20 @@ def bound_layers(
 
 
 def _note_magnitude(executor: Executor, node: Node, found: LayerBounds) -> None:
-    """The node's magnitudes from its inputs' boxes: its interval on the boxes [-|x|, |x|] of all domains together."""
+    """The node's magnitudes from its inputs' boxes: its interval on the boxes [-|x|, |x|]."""
     if node.op in ("act", "mul") or not (KERNEL[node.op].mixing or node.consts):
         return  # nothing is summed up
     boxes = []
     with torch.no_grad():
         for name in node.inputs:
             low, high = found.intervals[name]
-            largest = torch.maximum(low.detach().abs(), high.detach().abs()).amax(0, keepdim=True)
+            largest = torch.maximum(low.detach().abs(), high.detach().abs())
             boxes.append((-largest, largest))
         low, high = executor.interval(node, boxes)
-        magnitude = torch.maximum(low.abs(), high.abs()).reshape(-1)
-    if bool(magnitude.isfinite().all()):  # else the rows' bounds are all there is to go by
-        found.relaxed.magnitudes[node.name] = magnitude
+        magnitude = torch.maximum(low.abs(), high.abs()).flatten(1)
+        # where an input has no finite bound, the node's constants are all there is to go by
+        known = torch.where(magnitude.isfinite(), magnitude, executor.offset(node).abs())
+    found.relaxed.magnitudes[node.name] = known
 
 
 def worth_rows(graph: BoundGraph, name: str, box: Box) -> Tensor:

@@ -50,8 +50,8 @@ class Relaxations(dict[str, Relaxed]):
     """The relaxations of a graph's nonlinear nodes by name, with what the allowance for rounding needs of the others.
 
     Attributes:
-        magnitudes: affine node name -> (n,) the largest sum of magnitudes of terms that its scalars are, |W| |x| + |b|,
-            on all domains. Pushing a row through the node rounds its coefficients; what that can change in the bound is
+        magnitudes: affine node name -> (D, n) the largest sum of magnitudes of terms that its scalars are on each
+            domain, |W| |x| + |b|. Pushing a row through the node rounds its coefficients; what that can change in the bound is
             at most a few eps times |row| . magnitudes, however much the coefficients cancel.
     """
 
@@ -60,7 +60,7 @@ class Relaxations(dict[str, Relaxed]):
         self.magnitudes: dict[str, Tensor] = dict(magnitudes or {})
 
 
-def _rows(table: Tensor, owner: Tensor | None) -> Tensor:
+def rows_of(table: Tensor, owner: Tensor | None) -> Tensor:
     """Per-domain values for rows: gathered by owner, or broadcast as they are."""
     return table if owner is None else table.index_select(0, owner)
 
@@ -72,7 +72,7 @@ class _ReluStep(torch.autograd.Function):
     def forward(ctx, A, alpha, index, free, lower, upper, intercept):  # type: ignore[no-untyped-def]
         slope = _relu_slope(A, alpha, index, free, lower)
         out = torch.where(A >= 0, slope, upper).mul_(A)
-        constant = _dot(A.clamp(max=0), intercept)
+        constant = dot(A.clamp(max=0), intercept)
         ctx.save_for_backward(A, alpha, index, free, lower, upper, intercept)
         return out, constant
 
@@ -95,7 +95,7 @@ def _relu_slope(A: Tensor, alpha: Tensor, index: Tensor, free: Tensor, lower: Te
     return lower.expand(A.shape).index_copy(1, index, packed)
 
 
-def _dot(A: Tensor, table: Tensor) -> Tensor:
+def dot(A: Tensor, table: Tensor) -> Tensor:
     """(N,) products of rows with their domain's vector; table (1, n) or (N, n)."""
     return A @ table[0] if table.shape[0] == 1 else (A * table).sum(1)
 
@@ -120,7 +120,7 @@ class RelaxedActivation:
         alpha = {}
         for role, index in self.free.items():
             default = self._family(role).default().index_select(1, index)
-            alpha[role] = _rows(default, owner).expand(rows, -1).clone()
+            alpha[role] = rows_of(default, owner).expand(rows, -1).clone()
         return alpha
 
     def with_slopes_of(self, low: Tensor, high: Tensor) -> RelaxedActivation:
@@ -148,18 +148,18 @@ class RelaxedActivation:
         for role in ("lower", "upper"):
             intercept = self._family(role).line()[1]
             if intercept is not None:
-                total = total + _dot(flat, _rows(intercept.detach().abs().nan_to_num(posinf=0.0), owner))
+                total = total + dot(flat, rows_of(intercept.detach().abs().nan_to_num(posinf=0.0), owner))
         return total
 
     def _push_relu(self, A: Tensor, owner: Tensor | None, alpha: Alpha) -> tuple[Tensor, Tensor]:
         lower, upper = self.lines.lower, self.lines.upper
         if not isinstance(lower, SlopeLine) or not isinstance(upper, FixedLine) or upper.intercept is None:
             raise TypeError("the lean path is for ReLU only")
-        slope, chord, intercept = (_rows(table, owner) for table in (lower.slope, upper.slope, upper.intercept))
+        slope, chord, intercept = (rows_of(table, owner) for table in (lower.slope, upper.slope, upper.intercept))
         if "lower" not in alpha:
-            return torch.where(A >= 0, slope, chord) * A, _dot(A.clamp(max=0), intercept)
+            return torch.where(A >= 0, slope, chord) * A, dot(A.clamp(max=0), intercept)
         index = self.free["lower"]
-        free = _rows(lower.free.index_select(1, index), owner)
+        free = rows_of(lower.free.index_select(1, index), owner)
         return _ReluStep.apply(A, alpha["lower"], index, free, slope, chord, intercept)  # type: ignore[no-any-return]
 
     def _push_lines(self, A: Tensor, owner: Tensor | None, alpha: Alpha) -> tuple[Tensor, Tensor]:
@@ -201,7 +201,7 @@ class RelaxedProduct:
 
     def push(self, A: Tensor, owner: Tensor | None, alpha: Alpha | None) -> tuple[list[Tensor], Tensor]:
         flat = A.reshape(A.shape[0], -1)
-        (lx, ux), (ly, uy) = ((_rows(low, owner), _rows(high, owner)) for low, high in self.box)
+        (lx, ux), (ly, uy) = ((rows_of(low, owner), rows_of(high, owner)) for low, high in self.box)
         mixes = []
         for role in ("lower", "upper"):
             mix = flat.new_full((1, 1), 0.5)
@@ -220,7 +220,7 @@ class RelaxedProduct:
     def mass(self, A: Tensor, owner: Tensor | None, constant: Tensor) -> Tensor:
         (lx, ux), (ly, uy) = self.box
         largest = torch.maximum(lx.abs(), ux.abs()) * torch.maximum(ly.abs(), uy.abs())
-        return _dot(A.reshape(A.shape[0], -1).abs(), _rows(largest.detach(), owner))
+        return dot(A.reshape(A.shape[0], -1).abs(), rows_of(largest.detach(), owner))
 
 
 def relax(node: Node, boxes: list[Box]) -> Relaxed:

@@ -17,7 +17,7 @@ from parverify.bounds.region import Region
 from parverify.errors import ModelError
 from parverify.graph.ir import BoundGraph, Node, on_device
 from parverify.ops.kernel import KERNEL, Box, Consts
-from parverify.ops.relaxation import Alpha, Relaxations, Relaxed
+from parverify.ops.relaxation import Alpha, Relaxations, Relaxed, dot, rows_of
 from parverify.ops.rounding import VERDICT_ULPS, row_slack
 from parverify.program.rows import OneHot, Rows
 from parverify.program.steps import Affine, Concretize, Join, Program, Relax, compile_sweep
@@ -249,9 +249,10 @@ class _Sweep:
         parts, constant = rule.backward(node, consts, A)
         magnitude = self._magnitudes.get(node.name)
         if magnitude is None and constant is not None:
-            magnitude = self._executor.offset(node).abs()
+            magnitude = self._executor.offset(node).abs()[None]
         if magnitude is not None:
-            self.mass = self.mass + A.detach().abs().reshape(A.shape[0], -1) @ magnitude
+            table = magnitude if len(magnitude) == 1 else rows_of(magnitude, self.owner)
+            self.mass = self.mass + dot(A.detach().abs().reshape(A.shape[0], -1), table)
         self._put(node, parts, constant, torch.zeros_like(self.mass))
 
     def relax(self, node: Node, relaxed: Relaxed, alpha: Alpha | None, splits: Mapping[str, Splits]) -> None:
