@@ -51,8 +51,8 @@ class Relaxations(dict[str, Relaxed]):
 
     Attributes:
         magnitudes: affine node name -> (D, n) the largest sum of magnitudes of terms that its scalars are on each
-            domain, |W| |x| + |b|. Pushing a row through the node rounds its coefficients; what that can change in the bound is
-            at most a few eps times |row| . magnitudes, however much the coefficients cancel.
+            domain, |W| |x| + |b|. Pushing a row through the node rounds its coefficients; what that can change in the
+            bound is at most a few eps times |row| . magnitudes, however much the coefficients cancel.
     """
 
     def __init__(self, magnitudes: Mapping[str, Tensor] | None = None) -> None:
