@@ -14,13 +14,17 @@ torch.set_num_threads(1)
 # Contracts that are checked over many networks, operators or settings: of each of their tests, one case in so many
 # belongs to `make test-fast`, the others are marked slow. `make test` runs them all.
 THINNED = {
-    "test_verify.py": 8,
+    "test_faults.py": 3,
+    "test_verify.py": 12,
     "bab/test_leaf.py": 4,
     "bab/test_planted.py": 8,
     "bab/test_spaces.py": 8,
     "bounds/test_alpha.py": 8,
     "bounds/test_layers.py": 8,
-    "frontend/test_network.py": 4,
+    "bounds/test_region.py": 4,
+    "frontend/test_network.py": 6,
+    "graph/test_trace.py": 2,
+    "ops/test_kernel.py": 4,
     "ops/test_activation.py": 8,
 }
 
