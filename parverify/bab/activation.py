@@ -82,7 +82,6 @@ class ActivationSpace:
         self._confirm, self._decide = confirm, decide
         roots = self._relax({name: self.boxes[name] for name in self.names}, {})
         self._free = {name: relaxed.free for name, relaxed in roots.items()}
-        self._last: Swept | None = None
 
     # --- domains ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ bound, so the best one over all iterations is taken row by row, and the result i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -82,18 +82,6 @@ def flatten(alphas: Mapping[str, Alpha]) -> list[Tensor]:
     return [alphas[name][role] for name in alphas for role in alphas[name]]
 
 
-@dataclass
-class Best:
-    """The best bound of each row so far."""
-
-    lower: Tensor
-    alphas: dict[str, Alpha] = field(default_factory=dict)
-
-    def update(self, lower: Tensor) -> None:
-        """Keep the larger bounds."""
-        self.lower = torch.maximum(self.lower, lower.detach())
-
-
 def optimize(
     executor: Executor,
     start: str,
@@ -116,26 +104,26 @@ def optimize(
         verdict: as for `Executor.sweep`.
     """
     with torch.no_grad():
-        best = Best(executor.sweep(start, rows, relaxed, region, verdict=verdict).lower)
+        best = executor.sweep(start, rows, relaxed, region, verdict=verdict).lower
     if options.iterations == 0:
-        return best.lower
+        return best
     alphas = start_alphas(executor, start, rows, relaxed, region.domains)
     leaves = [leaf.requires_grad_() for leaf in flatten(alphas)]
     if not leaves:
-        return best.lower
+        return best
     adam = Adam(leaves, [options.lr] * len(leaves), options.decay)
-    lower = best.lower
+    lower = best
     for iteration in range(options.iterations + 1):
         if iteration:
             ascend(lower, leaves, adam)
         if clock is not None:
             clock.check("optimizing bounds")
-        if enough is not None and bool((best.lower > enough).all()):
+        if enough is not None and bool((best > enough).all()):
             break
         with torch.enable_grad():
             lower = executor.sweep(start, rows, relaxed, region, alphas=alphas, verdict=verdict).lower
-        best.update(lower)
-    return best.lower
+        best = torch.maximum(best, lower.detach())
+    return best
 
 
 def ascend(lower: Tensor, leaves: list[Tensor], adam: Adam, nonnegative: frozenset[int] = frozenset()) -> None:

@@ -201,7 +201,6 @@ class _Sweep:
         self._magnitudes = magnitudes
         self._rows = rows
         self.owner = rows.owner if domains > 1 else None
-        self._start: str | None = None
         self._waiting: dict[str, list[Tensor]] = {}
         like = rows.sign if isinstance(rows, OneHot) else rows.A
         self._constant = like.new_zeros(len(rows))

@@ -8,7 +8,7 @@ each is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -79,8 +79,3 @@ def tiles(count: int, size: int) -> Iterator[slice]:
     """Consecutive slices of at most `size` out of `count`."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
-
-
-def with_owner(rows: Rows, owner: Tensor | None) -> Rows:
-    """The same rows owned by other domains."""
-    return replace(rows, owner=owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parverify.program.rows import Dense, OneHot, both_signs, tiles, with_owner
+from parverify.program.rows import Dense, OneHot, both_signs, tiles
 from parverify.program.steps import Affine, Concretize, Free, Join, Load, Relax, Seed, compile_sweep
 from tests.bounds.zoo import made
 
@@ -67,7 +67,6 @@ def test_rows() -> None:
     dense = Dense(torch.ones(3, 2), torch.arange(3.0), torch.tensor([0, 0, 1])).take(slice(1, 3))
     assert dense.constant is not None
     assert dense.constant.tolist() == [1, 2]
-    assert with_owner(dense, None).owner is None
     assert both_signs(torch.tensor([0]), None, torch.float32).owner is None
 
 
