@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from parverify.graph.ir import Node
-from parverify.ops.convolution import transpose_conv2d
 from parverify.ops.rounding import slack
+from parverify.ops.weighted import bias_rows, channel_of, per_channel, pick, pull, push
 
 Consts = Mapping[str, Tensor]
 Box = tuple[Tensor, Tensor]
@@ -197,11 +197,11 @@ def _reduce_back(node: Node, consts: Consts, A: Tensor) -> tuple[list[Tensor], N
 # --- linear, matmul, conv -------------------------------------------------------------------------------------------
 
 
-def _linear(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
-    return torch.nn.functional.linear(xs[0], consts["weight"], consts.get("bias"))
+def _weighted(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
+    return pull(node, consts["weight"], xs[0], consts.get("bias"))
 
 
-def _weighted_interval(
+def _product_interval(
     apply: Callable[[Node, Consts, Sequence[Tensor]], Tensor], *roles: str
 ) -> Callable[[Node, Consts, Sequence[Box]], Box]:
     """Interval rule of a product with a constant: centre with it, radius with its magnitude."""
@@ -212,36 +212,20 @@ def _weighted_interval(
         out = apply(node, consts, [center])
         spread = apply(node, magnitude, [radius])
         if "bias" in consts:
-            spread = spread + slack(out.dtype) * _channels(node, consts["bias"].abs())
+            spread = spread + slack(out.dtype) * per_channel(node, consts["bias"].abs())
         return _spread(out, spread)
 
     return interval
 
 
-def _channels(node: Node, vector: Tensor) -> Tensor:
-    """A vector over output channels, shaped to broadcast against the node's value."""
-    trailing = 0 if node.op == "linear" else len(node.shape) - 2
-    return vector.reshape(-1, *[1] * trailing)
+def _weighted_back(node: Node, consts: Consts, A: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    bias = bias_rows(node, consts["bias"], A) if "bias" in consts else None
+    return [push(node, consts["weight"], A)], bias
 
 
-def _linear_back(node: Node, consts: Consts, A: Tensor) -> tuple[list[Tensor], Tensor | None]:
-    bias = None
-    if "bias" in consts:
-        bias = A.reshape(A.shape[0], -1, A.shape[-1]).sum(1) @ consts["bias"]
-    return [A @ consts["weight"]], bias
-
-
-def _linear_pick(node: Node, consts: Consts, index: Tensor, sign: Tensor) -> tuple[list[Tensor], Tensor | None]:
-    width = node.shape[-1]
-    feature, place = index % width, index // width
-    rows = consts["weight"].index_select(0, feature) * sign[:, None]
-    positions = node.numel // width
-    if positions > 1:
-        out = rows.new_zeros(rows.shape[0], positions, rows.shape[1])
-        out = out.index_put((torch.arange(len(index), device=index.device), place), rows)
-        rows = out
-    bias = consts["bias"].index_select(0, feature) * sign if "bias" in consts else None
-    return [rows.reshape(len(index), *node.attrs["in_shapes"][0])], bias
+def _weighted_pick(node: Node, consts: Consts, index: Tensor, sign: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    bias = consts["bias"].index_select(0, channel_of(node, index)) * sign if "bias" in consts else None
+    return [pick(node, consts["weight"], index, sign)], bias
 
 
 def _matmul(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
@@ -252,84 +236,6 @@ def _matmul_back(node: Node, consts: Consts, A: Tensor) -> tuple[list[Tensor], N
     if "left" in consts:
         return [consts["left"].transpose(-1, -2) @ A], None
     return [A @ consts["right"].transpose(-1, -2)], None
-
-
-def _conv(node: Node, consts: Consts, xs: Sequence[Tensor]) -> Tensor:
-    a = node.attrs
-    x = xs[0].reshape(-1, *xs[0].shape[2:])
-    out = torch.convolution(
-        x,
-        consts["weight"],
-        consts.get("bias"),
-        a["stride"],
-        a["padding"],
-        a["dilation"],
-        a["transposed"],
-        a["output_padding"],
-        a["groups"],
-    )
-    return out.reshape(xs[0].shape[0], *node.shape)
-
-
-def _conv_back(node: Node, consts: Consts, A: Tensor) -> tuple[list[Tensor], Tensor | None]:
-    a, in_shape = node.attrs, node.attrs["in_shapes"][0]
-    weight = consts["weight"]
-    bias = A.transpose(1, 2).flatten(2).sum(2) @ consts["bias"] if "bias" in consts else None
-    plain = len(a["stride"]) == 2 and not a["transposed"] and a["groups"] == 1 and set(a["dilation"]) == {1}
-    if plain and not weight.requires_grad:
-        out = transpose_conv2d(A.reshape(-1, *A.shape[2:]), weight, a["stride"], a["padding"], in_shape[2:])
-        return [out.reshape(A.shape[0], *in_shape)], bias
-    extra = [0] * len(a["stride"])
-    if not a["transposed"]:
-        for i, (stride, padding, dilation) in enumerate(zip(a["stride"], a["padding"], a["dilation"], strict=True)):
-            size = (node.shape[2 + i] - 1) * stride - 2 * padding + dilation * (weight.shape[2 + i] - 1) + 1
-            extra[i] = in_shape[2 + i] - size
-    flat = A.reshape(-1, *A.shape[2:])
-    out = torch.convolution(
-        flat, weight, None, a["stride"], a["padding"], a["dilation"], not a["transposed"], extra, a["groups"]
-    )
-    for i, size in enumerate(in_shape[2:]):
-        # Output padding of a stride or more looks like further places of the input.
-        out = out.narrow(2 + i, 0, size)
-    return [out.reshape(A.shape[0], *in_shape)], bias
-
-
-def _conv_pick(node: Node, consts: Consts, index: Tensor, sign: Tensor) -> tuple[list[Tensor], Tensor | None]:
-    """Rows of a convolution: each holds one filter at one place of the image."""
-    a, in_shape, weight = node.attrs, node.attrs["in_shapes"][0], consts["weight"]
-    space, channels = node.shape[2:], node.shape[1]
-    if a["transposed"]:
-        one = sign.new_zeros(len(index), node.numel)
-        one = one.scatter(1, index[:, None], sign[:, None])
-        return _conv_back(node, consts, one.reshape(len(index), *node.shape))
-    place: list[Tensor] = []
-    rest = index
-    for size in reversed(space):
-        place.insert(0, rest % size)
-        rest = rest // size
-    channel, image = rest % channels, rest // channels
-    rank, count = len(space), len(index)
-    width = weight.shape[1]
-    padded = [size + 2 * p for size, p in zip(in_shape[2:], a["padding"], strict=True)]
-    rows = weight.new_zeros(count, in_shape[0], in_shape[1], *padded)
-    first = torch.div(channel, channels // a["groups"], rounding_mode="floor") * width
-    view = [-1] + [1] * (1 + rank)
-    at: list[Tensor] = [
-        torch.arange(count, device=index.device).reshape(view),
-        image.reshape(view),
-        (first[:, None] + torch.arange(width, device=index.device)).reshape(-1, width, *[1] * rank),
-    ]
-    for i in range(rank):
-        offsets = torch.arange(weight.shape[2 + i], device=index.device) * a["dilation"][i]
-        where = (place[i] * a["stride"][i])[:, None] + offsets
-        at.append(where.reshape(count, 1, *[1] * i, -1, *[1] * (rank - 1 - i)))
-    filters = weight.index_select(0, channel) * sign.reshape(view)
-    rows = rows.index_put(tuple(at), filters)
-    for i, (size, p) in enumerate(zip(in_shape[2:], a["padding"], strict=True)):
-        if p:
-            rows = rows.narrow(3 + i, p, size)
-    bias = consts["bias"].index_select(0, channel) * sign if "bias" in consts else None
-    return [rows.reshape(count, *in_shape)], bias
 
 
 # --- nonlinear ------------------------------------------------------------------------------------------------------
@@ -364,9 +270,9 @@ KERNEL: dict[str, Rule] = {
     "sum": Rule(_sum, _sum_interval, _sum_back, mixing=True),
     "scale": Rule(_scale, _scale_interval, _scale_back),
     "reduce_sum": Rule(_reduce_sum, _reduce_interval, _reduce_back, mixing=True),
-    "linear": Rule(_linear, _weighted_interval(_linear, "weight"), _linear_back, _linear_pick, mixing=True),
-    "matmul": Rule(_matmul, _weighted_interval(_matmul, "left", "right"), _matmul_back, mixing=True),
-    "conv": Rule(_conv, _weighted_interval(_conv, "weight"), _conv_back, _conv_pick, mixing=True),
+    "linear": Rule(_weighted, _product_interval(_weighted, "weight"), _weighted_back, _weighted_pick, mixing=True),
+    "matmul": Rule(_matmul, _product_interval(_matmul, "left", "right"), _matmul_back, mixing=True),
+    "conv": Rule(_weighted, _product_interval(_weighted, "weight"), _weighted_back, _weighted_pick, mixing=True),
     "act": Rule(_act, _act_interval),
     "mul": Rule(_mul, _mul_interval),
 }
