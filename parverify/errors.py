@@ -78,3 +78,22 @@ class OutOfTimeError(ParverifyError):
     """The clock ran out inside a phase; the run ends as `timeout`."""
 
     exit_code = 12
+
+
+class DisagreementError(ParverifyError):
+    """Ranks hold different copies of what must be equal on all of them.
+
+    Args:
+        tensor: its name.
+        ranks: those whose copy differs from rank 0's.
+    """
+
+    exit_code = 20
+
+    def __init__(self, tensor: str, ranks: list[int]) -> None:
+        self.tensor, self.ranks = tensor, list(ranks)
+        listed = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        super().__init__(
+            f"ranks disagree: {tensor} on {listed} is not what it is on rank 0",
+            "this is a fault of parverify or of the machine; nothing is concluded from it",
+        )
