@@ -97,3 +97,9 @@ class DisagreementError(ParverifyError):
             f"ranks disagree: {tensor} on {listed} is not what it is on rank 0",
             "this is a fault of parverify or of the machine; nothing is concluded from it",
         )
+
+
+class LostRankError(ParverifyError):
+    """Communication failed, most likely because another rank is gone; that rank's own end says more."""
+
+    exit_code = 20

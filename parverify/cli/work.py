@@ -35,7 +35,7 @@ class Request:
 
 
 class Boundary:
-    """Turns any exception raised inside it into `outcome`; the one place that stops them all.
+    """Turns any exception raised inside it into `outcome`, and keeps it as `error`; the one place that stops them all.
 
     Nothing may leave the process without a verdict in the results file, so this catches by being a context manager
     what no `except` clause should: also `SystemExit` from a library, which would else end the process as a success.
@@ -46,6 +46,7 @@ class Boundary:
 
     def __init__(self, *, verbose: bool) -> None:
         self.outcome: Outcome | None = None
+        self.error: BaseException | None = None
         self._verbose = verbose
 
     def __enter__(self) -> Boundary:
@@ -56,7 +57,7 @@ class Boundary:
     ) -> bool:
         if error is None:
             return False
-        self.outcome = Outcome.of(error)
+        self.error, self.outcome = error, Outcome.of(error)
         if self._verbose:
             traceback.print_exception(kind, error, trace, file=sys.stderr)
         return True

@@ -1,9 +1,8 @@
 """Communication of one rank with the others of its group, behind one small protocol, with everything counted.
 
 Three implementations: `GroupComm` moves data through torch.distributed, `DryComm` moves nothing and only counts (the
-cost model runs a program on meta tensors with it), `Alone` is a group of one. All three count through `received`, so
-what is predicted is what is measured. Bytes are those that this rank receives by the ring algorithm (Patarasuk & Yuan,
-Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009), whatever a backend really does.
+cost model runs a program on meta tensors with it), `Alone` is a group of one. All three count in `_Counted`, before
+anything moves, so what is predicted is what is measured.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from parverify.errors import DisagreementError, ParverifyError
+from parverify.errors import DisagreementError, LostRankError, ParverifyError
+from parverify.parallel.traffic import CommMeter, received
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,72 +27,6 @@ if TYPE_CHECKING:
 OBJECTS = "objects"
 _WORD = 8  # bytes of a number that is agreed on, of a length, of a hash
 FOREVER = timedelta(days=30)  # a rank may work alone for long; the launcher, not a timeout, notices the dead
-
-
-# --- counting ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Figure:
-    calls: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-
-class CommMeter:
-    """Counts calls, bytes received and seconds blocked, by the collective's name."""
-
-    def __init__(self) -> None:
-        self._figures: dict[str, _Figure] = {}
-        self._factor = 1
-
-    def record(self, name: str, nbytes: int) -> None:
-        """Count one call that receives `nbytes`."""
-        figure = self._figures.setdefault(name, _Figure())
-        figure.calls += self._factor
-        figure.bytes += self._factor * nbytes
-
-    def spend(self, name: str, seconds: float) -> None:
-        """Count time for which the rank was blocked in a call, or in the wait for it."""
-        self._figures.setdefault(name, _Figure()).seconds += seconds
-
-    @contextlib.contextmanager
-    def times(self, factor: int) -> Iterator[None]:
-        """Count everything recorded inside `factor` times; for a dry run of a loop whose rounds are all alike."""
-        previous, self._factor = self._factor, self._factor * factor
-        try:
-            yield
-        finally:
-            self._factor = previous
-
-    def figures(self) -> dict[str, dict[str, float]]:
-        """name -> `calls`, `bytes`, `seconds`, sorted by name."""
-        return {
-            name: {"calls": figure.calls, "bytes": figure.bytes, "seconds": figure.seconds}
-            for name, figure in sorted(self._figures.items())
-        }
-
-    def clear(self) -> None:
-        """Start again from nothing."""
-        self._figures.clear()
-
-
-def received(name: str, nbytes: int, size: int, *, source: bool = False) -> int:
-    """Bytes that one rank of `size` receives.
-
-    Args:
-        name: of the collective.
-        nbytes: of the shard for all_gather, of `out` for reduce_scatter, of the tensor (or data) for all others.
-        size: ranks in the group.
-        source: whether this rank is the source of a broadcast.
-    """
-    if size == 1 or source or name in ("send", "barrier"):
-        return 0
-    if name in ("all_gather", "reduce_scatter"):
-        return (size - 1) * nbytes
-    if name in ("all_reduce", "all_max"):
-        return 2 * (size - 1) * nbytes // size
-    return nbytes
 
 
 # --- the protocol -----------------------------------------------------------------------------------------------------
@@ -315,19 +249,31 @@ class Alone(_Counted):
 # --- over torch.distributed -------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _losing(name: str) -> Iterator[None]:
+    """Turn what torch.distributed raises into `LostRankError`; memory that runs out stays what it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise
+        raise LostRankError(f"{name} failed, another rank is gone or does something else: {error}") from error
+
+
 class _Works:
     """Works of torch.distributed; keeps their tensors alive until they have ended."""
 
-    def __init__(self, works: Sequence[Any], held: Sequence[Tensor], spend: Callable[[float], None]) -> None:
-        self._works, self._held, self._spend = works, held, spend
+    def __init__(self, name: str, meter: CommMeter, works: Sequence[Any], held: Sequence[Tensor]) -> None:
+        self._name, self._meter, self._works, self._held = name, meter, works, held
 
     def wait(self) -> None:
         """Wait for all of them; a second call returns at once."""
         started = time.perf_counter()
-        for work in self._works:
-            work.wait()
+        with _losing(self._name):
+            for work in self._works:
+                work.wait()
         if self._works:
-            self._spend(time.perf_counter() - started)
+            self._meter.spend(self._name, time.perf_counter() - started)
         self._works, self._held = (), ()
 
 
@@ -352,10 +298,11 @@ class GroupComm(_Counted):
     def _start(self, name: str, held: Sequence[Tensor], start: Callable[[], Any]) -> Pending:
         """Start an operation; the time counts that the call takes, and later the wait."""
         started = time.perf_counter()
-        works = start()
+        with _losing(name):
+            works = start()
         self.meter.spend(name, time.perf_counter() - started)
         listed = works if isinstance(works, list) else [works]
-        return _Works([work for work in listed if work is not None], held, lambda spent: self.meter.spend(name, spent))
+        return _Works(name, self.meter, [work for work in listed if work is not None], held)
 
     def _all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         flat, piece = out.reshape(-1), shard.reshape(-1)

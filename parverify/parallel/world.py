@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parverify.errors import ParverifyError, UsageError
+from parverify.errors import LostRankError, ParverifyError, UsageError
 from parverify.parallel.comm import FOREVER, Alone, Comm
+from parverify.parallel.place import place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-STORE = "PARVERIFY_STORE"  # the file through which ranks of the local launcher find each other
-LOOPBACK = "PARVERIFY_LOOPBACK"  # the interface that they bind to
 
 
 @dataclass(frozen=True)
@@ -43,49 +41,59 @@ def alone() -> World:
     return World()
 
 
-def launched() -> bool:
-    """Whether this process was started as one of several ranks."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
-def join(device: str = "cpu", *, domain: int = 1, stage: int = 1) -> World:
+def join(
+    device: str = "cpu",
+    *,
+    domain: int = 1,
+    stage: int = 1,
+    store: str | None = None,
+    interface: str | None = None,
+) -> World:
     """Find the other ranks; each rank calls this once, and `leave` at the end.
 
     Args:
         device: `cpu` (gloo) or `cuda` (NCCL, one device a rank).
         domain, stage: lengths of these mesh axes; `shard` has the rest.
+        store: a file through which ranks of one machine find each other; None for the address that torchrun gives.
+        interface: the network interface that gloo binds to; None for its own choice.
 
     Returns:
         The world; a single process, without torch.distributed, where nobody started several.
 
     Raises:
         UsageError: if there are more ranks on this machine than devices.
+        LostRankError: if the others can't be found.
     """
-    if not launched():
+    here = place()
+    if here is None:
         return alone()
     import torch.distributed as dist
 
     from parverify.parallel.mesh import axis_comm, make_mesh
 
     torch.set_num_threads(1)
-    local, backend = int(os.environ.get("LOCAL_RANK", "0")), "gloo"
-    if device == "cuda":
-        if local >= torch.cuda.device_count():
-            raise UsageError(
-                f"rank {local} of this machine has no device: there are {torch.cuda.device_count()}", "fewer ranks"
-            )
-        torch.cuda.set_device(local)
-        backend = "cpu:gloo,cuda:nccl"
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = os.environ.get(STORE)
-    if store is None:
-        dist.init_process_group(backend, timeout=FOREVER)
-    else:
-        if LOOPBACK in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ[LOOPBACK]
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=FOREVER)
-    mesh = make_mesh(device, domain=domain, stage=stage)
+    backend = "gloo" if device == "cpu" else _take_device(here.local)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    rank, size = here.rank, here.size
+    method = "env://" if store is None else f"file://{store}"
+    try:
+        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=FOREVER)
+        mesh = make_mesh(device, domain=domain, stage=stage)
+    except RuntimeError as error:
+        raise LostRankError(f"rank {rank} does not find the other {size - 1}: {error}") from error
     return World(rank, size, axis_comm(mesh, "shard"), mesh)
+
+
+def _take_device(local: int) -> str:
+    """Choose this rank's accelerator; the backends for it, and for tensors on the CPU beside it."""
+    if local >= torch.cuda.device_count():
+        raise UsageError(
+            f"rank {local} of this machine has no device of its own: there are {torch.cuda.device_count()}",
+            "start fewer ranks, or use --device cpu",
+        )
+    torch.cuda.set_device(local)
+    return "cpu:gloo,cuda:nccl"
 
 
 def leave(world: World) -> None:

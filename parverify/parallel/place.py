@@ -1,0 +1,28 @@
+"""Which rank of how many this process is, by its environment; imports nothing, for processes that never load torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those that a launcher has started.
+
+    Args:
+        rank, size: which of how many.
+        local: its number on this machine.
+    """
+
+    rank: int
+    size: int
+    local: int
+
+
+def place() -> Place | None:
+    """What torchrun, or any launcher with its variables, says of this process; None where it was started alone."""
+    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "")
+    if not (size.isdecimal() and rank.isdecimal() and int(size) > 1):
+        return None
+    return Place(int(rank), int(size), int(os.environ.get("LOCAL_RANK", "0")))
