@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -12,9 +15,13 @@ import click
 
 from parverify.cli.files import check_files, keep_inputs
 from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
-from parverify.cli.work import Boundary, check_device
+from parverify.cli.outcome import Outcome
+from parverify.cli.run import hard_timeout, lag
+from parverify.cli.supervise import Worker, private_folder, stop_signals, wait
+from parverify.cli.work import DONE, Boundary, Request, perform, rank_count
 from parverify.clock import Clock
 from parverify.errors import ParverifyError
+from parverify.parallel.place import place
 from parverify.results import AtomicFile, to_json
 
 KEYS = ("method", "strategy", "world_size", "dtype", "lower", "upper", "layers", "digest", "seconds", "ranks")
@@ -40,28 +47,34 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     21 network, 22 unsupported operator, 23 property, 24 memory.
     """
     started = ctx.obj.started if ctx.obj is not None else time.monotonic()
+    outcome = Outcome.error("no bounds were found")
     with Boundary(verbose=options["verbose"]) as boundary:
-        _bounds(options, started)
-    if boundary.outcome is not None:
-        click.echo(f"{boundary.outcome.verdict}: {boundary.outcome.reason}", err=True)
-        ctx.exit(boundary.outcome.exit_code)
+        outcome = _bounds(options, started)
+    outcome = boundary.outcome or outcome
+    if outcome.verdict != DONE:
+        click.echo(f"{outcome.verdict}: {outcome.reason}", err=True)
+        ctx.exit(outcome.exit_code)
 
 
-def _bounds(options: dict[str, Any], started: float) -> None:
+def _bounds(options: dict[str, Any], started: float) -> Outcome:
+    """Find the bounds, and write and show them unless this is a rank that only takes part."""
+    here = place()
+    first = here is None or here.rank == 0
     model, spec, target = options["model"], options["spec"], options["json_file"]
     keep_inputs((model, spec, options["config"]), {"--json": target})
-    file = None if target in (None, "-") else AtomicFile(target, option="--json")
+    file = None if target in (None, "-") or not first else AtomicFile(target, option="--json")
     if file is not None:
         file.probe()
     settings = take_settings(options)
     if settings.method not in METHODS:
         settings = replace(settings, method="crown")
     check_files(model, spec)
-    clock = Clock(started=started) if options["timeout"] is None else Clock(options["timeout"], started)
-    from parverify.api import bounds_report
-
-    check_device(settings.device)
-    report = dict(bounds_report(model, spec, settings=settings, clock=clock))
+    clock = Clock(options["timeout"] or math.inf, started)
+    request = Request(model, spec, settings, clock, options["verbose"], options["quiet"], bounds=True)
+    outcome = perform(request) if rank_count(settings) == 1 else _watch(request)
+    if outcome.verdict != DONE or not first:
+        return outcome
+    report = json.loads(outcome.stats["report"])
     check_report(report)
     if not options["layers"]:
         report["layers"] = [_without_bounds(layer) for layer in report["layers"]]
@@ -71,6 +84,17 @@ def _bounds(options: dict[str, Any], started: float) -> None:
         click.echo(to_json(report), nl=False)
     if not options["quiet"]:
         _print_tables(report)
+    return outcome
+
+
+def _watch(request: Request) -> Outcome:
+    """Find the bounds on several ranks, in a worker that is ended with all of them at the deadline."""
+    with contextlib.ExitStack() as afterwards:
+        stop = afterwards.enter_context(stop_signals())
+        folder = afterwards.enter_context(private_folder())
+        worker = Worker(replace(request, folder=folder))
+        afterwards.callback(worker.end)
+        return wait(worker, stop, deadline=request.clock.started + hard_timeout(request.clock.timeout) + lag())
 
 
 def check_report(report: Mapping[str, Any]) -> None:
@@ -78,9 +102,9 @@ def check_report(report: Mapping[str, Any]) -> None:
     missing = [key for key in KEYS if key not in report]
     if missing:
         raise ParverifyError(f"the engine's report lacks {', '.join(missing)}")
-    for place, part in [("outputs", report), *((f"layer {layer['name']}", layer) for layer in report["layers"])]:
+    for where, part in [("outputs", report), *((f"layer {layer['name']}", layer) for layer in report["layers"])]:
         if len(part["lower"]) != len(part["upper"]):
-            raise ParverifyError(f"{place}: {len(part['lower'])} lower but {len(part['upper'])} upper bounds")
+            raise ParverifyError(f"{where}: {len(part['lower'])} lower but {len(part['upper'])} upper bounds")
 
 
 def _without_bounds(layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,12 @@ import click
 from parverify.cli.files import check_files, keep_inputs
 from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
 from parverify.cli.outcome import Outcome
-from parverify.cli.supervise import Stop, Worker, stop_signals, wait
-from parverify.cli.work import Boundary, Request, work
+from parverify.cli.supervise import Stop, Worker, private_folder, stop_signals, wait
+from parverify.cli.work import Boundary, Request, rank_count, work
 from parverify.clock import Clock
 from parverify.config import Settings
 from parverify.errors import UsageError
+from parverify.parallel.place import place
 from parverify.results import AtomicFile, ResultsFile, format_witness, to_json
 
 _SHOW_CURSOR = "\r\x1b[K\x1b[?25h"
@@ -40,6 +41,11 @@ def hard_timeout(timeout: float) -> float:
     return timeout - min(0.3, 0.05 * timeout) if math.isfinite(timeout) else timeout
 
 
+def lag() -> float:
+    """Seconds by which a rank under torchrun that writes nothing outlives the one that has to say `timeout`."""
+    return 2.0 if _rank() else 0.0
+
+
 @dataclass(frozen=True)
 class Task:
     """The arguments of one run.
@@ -50,6 +56,7 @@ class Task:
         started: `time.monotonic()` at the start of the process.
         in_process: don't fork.
         verbose, quiet: how much to say.
+        rank: which of several ranks this process is; only rank 0 writes, and prints the verdict.
     """
 
     model: str
@@ -59,6 +66,7 @@ class Task:
     in_process: bool = False
     verbose: bool = False
     quiet: bool = False
+    rank: int = 0
 
 
 @click.command(short_help="Verify one property of one network.")
@@ -94,10 +102,16 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         in_process=options.pop("in_process") or not hasattr(os, "fork"),
         verbose=options.pop("verbose"),
         quiet=options.pop("quiet"),
+        rank=_rank(),
     )
     zero = options.pop("exit_zero")
     code = run(task, options)
     ctx.exit(0 if zero else code)
+
+
+def _rank() -> int:
+    here = place()
+    return 0 if here is None else here.rank
 
 
 def run(task: Task, options: dict[str, Any]) -> int:
@@ -116,21 +130,24 @@ def run(task: Task, options: dict[str, Any]) -> int:
     report_path, results_path = options.pop("json_file"), options.pop("results_file")
     outputs = {"--results-file": results_path, "--json": report_path}
     keep_inputs((task.model, task.spec, options.get("config")), outputs)
-    report = Report(task, report_path)
-    results = ResultsFile(results_path)
+    report = Report(task, report_path if task.rank == 0 else None)
+    results = ResultsFile(results_path if task.rank == 0 else None)
     with contextlib.ExitStack() as afterwards:  # the worker is put away once the answer stands in the file
         stop = None if task.in_process else afterwards.enter_context(stop_signals())
         settings = None
         with Boundary(verbose=task.verbose) as boundary:
             settings = take_settings(options)
+            rank_count(settings)
             check_files(task.model, task.spec)
-        outcome = boundary.outcome or _decide(_request(task, settings), task, stop, afterwards)
+        outcome = boundary.outcome or _decide(_request(task, settings, afterwards), task, stop, afterwards)
         return _answer(outcome, results, report, settings, task)
 
 
-def _request(task: Task, settings: Settings | None) -> Request:
+def _request(task: Task, settings: Settings | None, afterwards: contextlib.ExitStack) -> Request:
+    settings = settings or Settings()
     clock = Clock(engine_timeout(task.timeout), task.started)
-    return Request(task.model, task.spec, settings or Settings(), clock, verbose=task.verbose, quiet=task.quiet)
+    folder = afterwards.enter_context(private_folder()) if rank_count(settings) > 1 else ""
+    return Request(task.model, task.spec, settings, clock, verbose=task.verbose, quiet=task.quiet, folder=folder)
 
 
 def _decide(request: Request, task: Task, stop: Stop | None, afterwards: contextlib.ExitStack) -> Outcome:
@@ -139,7 +156,7 @@ def _decide(request: Request, task: Task, stop: Stop | None, afterwards: context
         return work(request)
     worker = Worker(request)
     afterwards.callback(worker.end)
-    outcome = wait(worker, stop, deadline=task.started + hard_timeout(task.timeout))
+    outcome = wait(worker, stop, deadline=task.started + hard_timeout(task.timeout) + lag())
     if not task.quiet and sys.stderr.isatty():
         click.echo(_SHOW_CURSOR, nl=False, err=True)  # a worker that was cut off leaves its live line
     return outcome
@@ -153,6 +170,8 @@ def _answer(outcome: Outcome, results: ResultsFile, report: Report, settings: Se
     outcome = formatting.outcome or outcome
     with Boundary(verbose=task.verbose) as writing:
         results.finish(outcome.verdict, witness)
+    if task.rank:
+        return _end_quietly(outcome, task)
     with contextlib.suppress(OSError):  # a reader that has gone away does not change the verdict
         click.echo(f"{outcome.verdict}\n{witness}" if witness else outcome.verdict)
     with Boundary(verbose=task.verbose) as reporting:
@@ -160,6 +179,15 @@ def _answer(outcome: Outcome, results: ResultsFile, report: Report, settings: Se
     failures = [boundary.outcome for boundary in (writing, reporting) if boundary.outcome is not None]
     _talk([outcome, *failures], quiet=task.quiet)
     return failures[0].exit_code if failures else outcome.exit_code
+
+
+def _end_quietly(outcome: Outcome, task: Task) -> int:
+    """A rank that only took part says nothing but errors, and fails only then: torchrun ends all ranks for one."""
+    if outcome.verdict != "error":
+        return 0
+    with contextlib.suppress(OSError):
+        click.echo(f"error: rank {task.rank}: {outcome.reason}", err=True)
+    return outcome.exit_code
 
 
 def _talk(outcomes: list[Outcome], *, quiet: bool) -> None:

@@ -16,12 +16,14 @@ import select
 import signal
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from parverify.cli.outcome import EXIT_MEMORY, INTERRUPTED, Outcome
 from parverify.cli.work import Request, work
+from parverify.parallel.place import place
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _HEADER = struct.Struct("!Q")
@@ -61,6 +63,14 @@ def stop_signals() -> Iterator[Stop]:
         signal.set_wakeup_fd(previous_fd)
         os.close(reader)
         os.close(writer)
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[str]:
+    """A folder that only this user can read, for the ranks of this machine to meet; removed afterwards."""
+    # Ranks that are being killed may still write.
+    with tempfile.TemporaryDirectory(prefix="parverify-", ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
 class Worker:
@@ -139,7 +149,14 @@ def wait(worker: Worker, stop: Stop, *, deadline: float) -> Outcome:
         if time.monotonic() >= deadline:
             return Outcome.timeout("the deadline passed before the engine ended")
         if stop.name:
-            return Outcome.unknown(f"{INTERRUPTED} by {stop.name}")
+            return _stopped(stop.name)
+
+
+def _stopped(name: str) -> Outcome:
+    """The run was told to end; torchrun does so where another rank has failed."""
+    if name == "SIGTERM" and place() is not None:
+        return Outcome.error("ended by SIGTERM from torchrun: another rank failed, or torchrun itself was told to end")
+    return Outcome.unknown(f"{INTERRUPTED} by {name}")
 
 
 def _become_worker(request: Request, writer: int, parent: int) -> None:

@@ -1,18 +1,34 @@
-"""What the working process does: call the engine, and turn whatever comes of it into an outcome."""
+"""What the working process does: call the engine, on one rank or several, and turn what comes of it into an outcome.
+
+With several ranks this process starts them and waits; each of them performs the request with its world. Under torchrun
+this process is one of the ranks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parverify.cli.outcome import Outcome
 from parverify.clock import Clock
 from parverify.config import Settings
-from parverify.errors import ParverifyError, UsageError
+from parverify.errors import LostRankError, ParverifyError, UsageError
+from parverify.parallel.place import Place, place
+from parverify.results import jsonable
+
+if TYPE_CHECKING:
+    from parverify.parallel.world import World
+
+DONE = "done"  # the verdict of a request that asks for none
+# A rank under torchrun that is out of time, or that lost another, ends after the one that has to say so.
+_PATIENCE = 2.0
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,8 @@ class Request:
         settings: all of them.
         clock: the engine's deadline.
         verbose, quiet: how much to say on stderr.
+        folder: a private folder through which several ranks meet; needed with more than one.
+        bounds: ask for bounds instead of a verdict; the outcome is `done`, the report a JSON text in its figures.
     """
 
     model: str
@@ -32,6 +50,8 @@ class Request:
     clock: Clock
     verbose: bool = False
     quiet: bool = False
+    folder: str = ""
+    bounds: bool = False
 
 
 class Boundary:
@@ -63,27 +83,96 @@ class Boundary:
         return True
 
 
+def rank_count(settings: Settings) -> int:
+    """How many ranks the settings and the environment ask for.
+
+    Raises:
+        UsageError: if torchrun has started some, and the settings want others.
+    """
+    wanted = _nproc(settings)
+    here = place()
+    if here is not None and wanted not in (1, here.size):
+        raise UsageError(f"--nproc {wanted}, but torchrun has started {here.size} ranks", "leave --nproc away")
+    return wanted if here is None else here.size
+
+
+def _nproc(settings: Settings) -> int:
+    return int(getattr(getattr(settings, "parallel", None), "nproc", 1))
+
+
 def work(request: Request) -> Outcome:
-    """Verify, and say how it ended. Raises nothing."""
+    """Perform the request, and say how it ended. Raises nothing."""
     outcome = Outcome.error("the engine returned nothing")
     with Boundary(verbose=request.verbose) as boundary:
-        outcome = _verify(request)
+        here = place()
+        if here is not None:
+            return _take_part(request, here)
+        outcome = perform(request) if rank_count(request.settings) == 1 else _launch(request)
     return boundary.outcome or outcome
 
 
-def _verify(request: Request) -> Outcome:
+def _launch(request: Request) -> Outcome:
+    """Perform the request on several ranks of this machine."""
+    device = request.settings.device
+    if device == "cpu":
+        import parverify.api  # noqa: F401  (ranks are forked from here: loaded once for all)
+    from parverify.parallel.launch import launch
+
+    job = functools.partial(perform, request)
+    return launch(_nproc(request.settings), job, folder=request.folder, device=device, verbose=request.verbose)
+
+
+def _take_part(request: Request, here: Place) -> Outcome:
+    """Perform the request as one of the ranks that torchrun has started."""
+    outcome = Outcome.error("the engine returned nothing")
+    with Boundary(verbose=request.verbose) as boundary:
+        from parverify.parallel.world import join
+
+        world = join(request.settings.device)
+        outcome = perform(request, world)
+        if outcome.verdict not in ("error", "timeout"):
+            world.comm.barrier()  # a rank that leaves would break what others still send
+    outcome = boundary.outcome or outcome
+    if here.rank and (outcome.verdict == "timeout" or isinstance(boundary.error, LostRankError)):
+        time.sleep(_PATIENCE)
+    return outcome
+
+
+def perform(request: Request, world: World | None = None) -> Outcome:
+    """Call the engine on this rank.
+
+    Args:
+        request: the same on every rank.
+        world: all ranks; None for one.
+    """
+    options = {} if world is None or world.size == 1 else {"world": world}
+    first = world is None or world.rank == 0
+    return _bound(request, first, options) if request.bounds else _verify(request, first, options)
+
+
+def _bound(request: Request, first: bool, options: dict[str, Any]) -> Outcome:
+    from parverify.api import bounds_report
+
+    check_device(request.settings.device)
+    report = bounds_report(request.model, request.spec, settings=request.settings, clock=request.clock, **options)
+    return Outcome(DONE, stats={"report": json.dumps(report, default=jsonable)} if first else {})
+
+
+def _verify(request: Request, first: bool, options: dict[str, Any]) -> Outcome:
     from parverify.progress import make_progress
 
-    progress = make_progress(verbose=request.verbose, quiet=request.quiet)
+    progress = make_progress(verbose=request.verbose, quiet=request.quiet or not first)
     try:
         progress.phase("loading torch")
         from parverify.api import verify
 
         check_device(request.settings.device)
-        result = verify(request.model, request.spec, settings=request.settings, clock=request.clock, progress=progress)
+        result = verify(
+            request.model, request.spec, settings=request.settings, clock=request.clock, progress=progress, **options
+        )
     finally:
         progress.close()
-    return _outcome(result)
+    return _outcome(result, first=first)
 
 
 def check_device(device: str) -> None:
@@ -100,14 +189,17 @@ def check_device(device: str) -> None:
         raise UsageError(f"device: {device} is not available on this machine", "use --device cpu")
 
 
-def _outcome(result: Any) -> Outcome:
-    """The engine's result, checked to be closed: a witness exactly with `sat`, a reason with the undecided words."""
+def _outcome(result: Any, *, first: bool) -> Outcome:
+    """The engine's result, checked to be closed: a witness exactly with `sat`, a reason with the undecided words.
+
+    Only the first rank has the original network, and with it the witness.
+    """
     from parverify.verdict import Result, Verdict
 
     if not isinstance(result, Result) or not isinstance(result.verdict, Verdict):
         raise ParverifyError(f"the engine returned {type(result).__name__}, not a result")
     word = result.verdict.value
-    if (result.verdict is Verdict.SAT) != (result.witness is not None):
+    if first and (result.verdict is Verdict.SAT) != (result.witness is not None):
         raise ParverifyError(f"the engine returned {word} {'without' if result.witness is None else 'with'} a witness")
     outcome = Outcome(
         word, result.verdict.exit_code, result.reason or ("" if word in ("sat", "unsat") else "no reason given")
