@@ -390,7 +390,7 @@ def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, cl
     from parverify.parallel.meter import MemoryMeter
 
     started = time.monotonic()
-    with torch.no_grad(), allowance(settings.bounds.allowance), MemoryMeter(executor) as meter:
+    with torch.no_grad(), allowance(settings.bounds.allowance), MemoryMeter(executor.resident()) as meter:
         if settings.alpha.joint and settings.method == "alpha-crown":
             found, (low, high) = joint_bounds(executor, region, options, clock=clock)
         else:

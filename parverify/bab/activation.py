@@ -24,7 +24,7 @@ from parverify.bounds.layers import LayerBounds
 from parverify.bounds.region import Region, select
 from parverify.clock import Clock
 from parverify.ops.kernel import Box
-from parverify.ops.relaxation import Alpha, Relaxations, relax
+from parverify.ops.relaxation import Alpha, Relaxations
 from parverify.program.executor import Splits, Swept
 from parverify.verdict import Witness
 
@@ -148,7 +148,7 @@ class ActivationSpace:
                 for name in node.inputs
                 for low, high in [boxes[name]]
             ]
-            relaxed = relax(node, shaped)
+            relaxed = self.problem.executor.relax(node, shaped)
             if node.name in free:
                 relaxed = replace(relaxed, free=dict(free[node.name]))  # type: ignore[type-var]
             made[node.name] = relaxed

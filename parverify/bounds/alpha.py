@@ -91,7 +91,7 @@ def optimize(
     *,
     options: AlphaOptions,
     clock: Clock | None = None,
-    enough: float | None = None,
+    replicated: bool = True,
     verdict: bool = False,
 ) -> Tensor:
     """The best lower bounds (N,) of `rows` over all iterations.
@@ -100,7 +100,7 @@ def optimize(
         executor, start, rows, relaxed, region: as for `Executor.sweep`.
         options: how long and how fast.
         clock: checked in every iteration.
-        enough: stop once every bound is above this.
+        replicated: every rank has these rows, so that their alphas and bounds must stay the same on all of them.
         verdict: as for `Executor.sweep`.
     """
     with torch.no_grad():
@@ -118,11 +118,11 @@ def optimize(
             ascend(lower, leaves, adam)
         if clock is not None:
             clock.check("optimizing bounds")
-        if enough is not None and bool((best > enough).all()):
-            break
         with torch.enable_grad():
             lower = executor.sweep(start, rows, relaxed, region, alphas=alphas, verdict=verdict).lower
         best = torch.maximum(best, lower.detach())
+    if replicated:
+        executor.agree({f"bounds of {start}": best, **executor.replicated(alphas)})
     return best
 
 

@@ -14,7 +14,7 @@ from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers, int
 from parverify.bounds.region import Region
 from parverify.clock import Clock
 from parverify.ops.kernel import Box
-from parverify.ops.relaxation import Alpha, Relaxations, Relaxed, relax
+from parverify.ops.relaxation import Alpha, Relaxations, Relaxed
 from parverify.program.executor import Executor
 from parverify.program.rows import OneHot, both_signs
 
@@ -62,7 +62,7 @@ def joint_bounds(
         raise ValueError("at least one evaluation is needed")
     shape = (1, *graph[graph.output].shape)
     relaxed = Relaxations(crown.relaxed.magnitudes)
-    relaxed.update({node.name: relax(node, [boxes[name] for name in node.inputs]) for node in graph.nonlinear})
+    relaxed.update({node.name: executor.relax(node, [boxes[name] for name in node.inputs]) for node in graph.nonlinear})
     return LayerBounds(boxes, relaxed, crown.intervals), (best[0].reshape(shape), best[1].reshape(shape))
 
 
@@ -82,7 +82,7 @@ def _evaluate(
     kept = dict(best)
     for node in graph.nodes:
         if node.op in ("act", "mul"):
-            made = relax(node, [boxes[name] for name in node.inputs])
+            made = executor.relax(node, [boxes[name] for name in node.inputs])
             relaxed[node.name] = _same_free(made, crown.relaxed[node.name])
         if node.name in wanted:
             low, high = (part.flatten(1) for part in crown.boxes[node.name])

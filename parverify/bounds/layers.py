@@ -18,9 +18,10 @@ from parverify.bounds.region import Region
 from parverify.clock import Clock
 from parverify.graph.ir import BoundGraph, Node
 from parverify.ops.kernel import KERNEL, Box
-from parverify.ops.relaxation import Relaxations, RelaxedActivation, relax
+from parverify.ops.places import places
+from parverify.ops.relaxation import Relaxations, RelaxedActivation
 from parverify.program.executor import Executor
-from parverify.program.rows import both_signs, tiles
+from parverify.program.rows import both_signs
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class BoundOptions:
     Args:
         method: "ibp", "crown-ibp" (intermediate layers as ibp), "crown" or "alpha-crown".
         alpha: used by "alpha-crown".
-        tile: rows pushed backward at once.
+        tile: rows pushed backward at once; 0 or less for all that a rank has.
         intersect: intersect backward bounds with interval bounds. Without it a neuron that gets rows keeps what they
             say.
     """
@@ -105,10 +106,12 @@ def bound_layers(
     wanted = set(graph.bounded)
     for node in graph.nodes:
         if node.op != "input":
-            _note_magnitude(executor, node, found)
-            found.intervals[node.name] = executor.interval(node, [found.intervals[name] for name in node.inputs])
+            box, magnitude = executor.interval(node, [found.intervals[name] for name in node.inputs])
+            found.intervals[node.name] = box
+            if magnitude is not None:
+                found.relaxed.magnitudes[node.name] = magnitude
         if node.op in ("act", "mul"):
-            made = relax(node, [found.boxes[name] for name in node.inputs])
+            made = executor.relax(node, [found.boxes[name] for name in node.inputs])
             if node.inputs[0] in found.raw and isinstance(made, RelaxedActivation):
                 made = made.with_slopes_of(*found.raw[node.inputs[0]])
             found.relaxed[node.name] = made
@@ -116,27 +119,10 @@ def bound_layers(
             box = found.intervals[node.name]
             if known is not None and node.name in known:
                 box = meet(box, known[node.name])
-            if options.backward and not interval_is_exact(graph, node.name, region):
+            if options.backward and executor.gets_rows(node.name) and not interval_is_exact(graph, node.name, region):
                 box = refine(executor, node, box, found, region, options, clock, alone=known is None)
             found.intervals[node.name] = found.boxes[node.name] = box
     return found
-
-
-def _note_magnitude(executor: Executor, node: Node, found: LayerBounds) -> None:
-    """The node's magnitudes from its inputs' boxes: its interval on the boxes [-|x|, |x|]."""
-    if node.op in ("act", "mul") or not (KERNEL[node.op].mixing or node.consts):
-        return  # nothing is summed up
-    boxes = []
-    with torch.no_grad():
-        for name in node.inputs:
-            low, high = found.intervals[name]
-            largest = torch.maximum(low.detach().abs(), high.detach().abs())
-            boxes.append((-largest, largest))
-        low, high = executor.interval(node, boxes)
-        magnitude = torch.maximum(low.abs(), high.abs()).flatten(1)
-        # where an input has no finite bound, the node's constants are all there is to go by
-        known = torch.where(magnitude.isfinite(), magnitude, executor.offset(node).abs())
-    found.relaxed.magnitudes[node.name] = known
 
 
 def worth_rows(graph: BoundGraph, name: str, box: Box) -> Tensor:
@@ -165,7 +151,7 @@ def refine(
     flat = (box[0].reshape(region.domains, -1), box[1].reshape(region.domains, -1))
     for iterations in (0, options.alpha.iterations) if options.method == "alpha-crown" else (0,):
         mask = worth_rows(executor.graph, node.name, flat)
-        owner, index = torch.nonzero(mask, as_tuple=True)
+        owner, index = places(mask)
         found.rows[node.name] = found.rows.get(node.name, 0) + 2 * len(index)
         if len(index):
             tighter = _bound_neurons(
@@ -199,13 +185,23 @@ def _bound_neurons(
 ) -> Box:
     """Bounds (K,) of the neurons `place` = (domain, flat index), in tiles of rows."""
     owner, index = place
-    lows, highs = [], []
-    for part in tiles(len(index), max(1, options.tile // 2)):
+    size = max(1, options.tile // 2) if options.tile > 0 else 0
+
+    def bound(part: slice) -> Tensor:
         if clock is not None:
             clock.check("bounding layers")
         rows = both_signs(index[part], owner[part] if region.domains > 1 else None, executor.dtype)
-        best = optimize(executor, node.name, rows, found.relaxed, region, options=options.alpha, clock=clock)
-        low, high = best.chunk(2)
-        lows.append(low)
-        highs.append(-high)
-    return torch.cat(lows), torch.cat(highs)
+        low, high = optimize(
+            executor,
+            node.name,
+            rows,
+            found.relaxed,
+            region,
+            options=options.alpha,
+            clock=clock,
+            replicated=not executor.splits_rows,
+        ).chunk(2)
+        return torch.stack([low, -high], 1)
+
+    boxes = executor.deal(len(index), size, bound)
+    return boxes[:, 0], boxes[:, 1]

@@ -6,6 +6,8 @@ the like) are not here: graph passes rewrite them to ReLU and affine operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ from parverify.ops.relu import Relu
 from parverify.ops.smooth import Smooth
 from parverify.ops.steps import Step
 
-__all__ = ["ACTIVATIONS", "Activation", "celu", "elu", "power", "selu", "softplus"]
+__all__ = ["ACTIVATIONS", "MAKERS", "Activation", "celu", "elu", "power", "selu", "softplus"]
 
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772848, 1.0507009873554804934
 
@@ -37,13 +39,13 @@ def softplus(beta: float = 1.0, threshold: float = 20.0) -> Activation:
     if not threshold >= 20:
         raise UsageError(f"softplus: threshold is {threshold}, allowed are 20 and more")
     facts = softplus_facts(beta)
-    return Smooth("softplus", facts.f, facts=facts)
+    return Smooth("softplus", facts.f, recipe=("softplus", beta, threshold), facts=facts)
 
 
 def elu(alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Activation:
     """`scale * x` for x > 0, else `scale * alpha * (exp(input_scale * x) - 1)`; the parameters must be positive."""
     facts = elu_facts(alpha, scale, input_scale)
-    return Smooth("elu", facts.f, facts=facts)
+    return Smooth("elu", facts.f, recipe=("elu", alpha, scale, input_scale), facts=facts)
 
 
 def selu() -> Activation:
@@ -57,13 +59,13 @@ def celu(alpha: float = 1.0) -> Activation:
     if not alpha > 0:
         raise UsageError(f"celu: alpha is {alpha}, allowed are positive numbers")
     facts = elu_facts(alpha, 1.0, 1.0 / alpha)
-    return Smooth("celu", facts.f, facts=facts)
+    return Smooth("celu", facts.f, recipe=("celu", alpha), facts=facts)
 
 
 def power(exponent: float) -> Activation:
     """`x ** exponent` for a constant exponent other than 0 and 1; x >= 0 is required where it is no integer."""
     facts = power_facts(exponent)
-    return Smooth(f"power({exponent:g})", facts.f, facts=facts)
+    return Smooth(f"power({exponent:g})", facts.f, recipe=("power", exponent), facts=facts)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -77,6 +79,8 @@ _FUNCTIONS: dict[str, Function] = {
     "mish": F.mish,
     "logsigmoid": F.logsigmoid,
 }
+
+MAKERS: dict[str, Callable[..., Activation]] = {"softplus": softplus, "elu": elu, "celu": celu, "power": power}
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Relu("relu", torch.relu, True),

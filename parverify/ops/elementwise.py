@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -23,11 +24,17 @@ class Activation(ABC):
         name: the operator, as the table of activations spells it.
         fn: the function itself.
         piecewise_linear: True if cutting the box often enough makes the lines exact.
+        recipe: the maker in `parverify.ops.activation` and its arguments, where it is no row of the table; so that an
+            activation travels between processes by name, as functions can't.
     """
 
     name: str
     fn: Callable[[Tensor], Tensor]
     piecewise_linear: bool = False
+    recipe: tuple[Any, ...] = ()
+
+    def __reduce__(self) -> tuple[Callable[..., Activation], tuple[Any, ...]]:
+        return _remade, (self.recipe or ("", self.name))
 
     @abstractmethod
     def interval(self, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,3 +51,12 @@ class Activation(ABC):
     @abstractmethod
     def gap(self, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Largest distance on [l, u] of the default upper and of the default lower line from f; inf if unknown."""
+
+
+def _remade(maker: str, *args: Any) -> Activation:
+    """An activation from its recipe; the inverse of pickling."""
+    from parverify.ops import activation
+
+    if not maker:
+        return activation.ACTIVATIONS[args[0]]
+    return activation.MAKERS[maker](*args)

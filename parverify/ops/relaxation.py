@@ -19,6 +19,7 @@ from torch import Tensor
 from parverify.graph.ir import Node
 from parverify.ops.kernel import Box
 from parverify.ops.lines import Family, FixedLine, Lines, SlopeLine
+from parverify.ops.places import places
 
 Alpha = dict[str, Tensor]  # role ("lower", "upper") -> (N, free neurons), packed
 
@@ -233,14 +234,14 @@ def relax(node: Node, boxes: list[Box]) -> Relaxed:
     flat = [(low.reshape(low.shape[0], -1), high.reshape(high.shape[0], -1)) for low, high in boxes]
     if node.op == "mul":
         (lx, ux), (ly, uy) = flat
-        index = torch.nonzero(((ux > lx) & (uy > ly)).any(0)).flatten()
+        (index,) = places(((ux > lx) & (uy > ly)).any(0))
         free = {"lower": index, "upper": index} if len(index) else {}
         return RelaxedProduct((flat[0], flat[1]), node.shape, free)
     lines = node.attrs["activation"].relax(*flat[0])
     free = {}
     for role, family in (("lower", lines.lower), ("upper", lines.upper)):
         if family.free is not None:
-            index = torch.nonzero(family.free.any(0)).flatten()
+            (index,) = places(family.free.any(0))
             if len(index):
                 free[role] = index
     return RelaxedActivation(lines, node.shape, free, _is_lean(lines))
@@ -250,4 +251,6 @@ def _is_lean(lines: Lines) -> bool:
     lower, upper = lines.lower, lines.upper
     if not isinstance(lower, SlopeLine) or not isinstance(upper, FixedLine) or upper.intercept is None:
         return False
-    return not upper.slope.requires_grad and bool(upper.intercept.isfinite().all())
+    if upper.slope.requires_grad:
+        return False
+    return upper.intercept.is_meta or bool(upper.intercept.isfinite().all())

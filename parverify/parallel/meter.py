@@ -16,21 +16,19 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parverify.program.executor import Executor
-
 
 class MemoryMeter(TorchDispatchMode):
     """A context in which the peak of live tensor bytes is measured.
 
     Args:
-        executor: its constants are counted as resident from the start.
+        resident: tensors that are counted from the start.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, resident: Iterable[Tensor]) -> None:
         super().__init__()
         self._sizes: dict[int, int] = {}
         self._live = 0
-        self._resident = executor.resident()
+        self._resident = list(resident)
         self.peak_bytes = 0
 
     def __enter__(self) -> MemoryMeter:

@@ -1,14 +1,15 @@
-"""Runs programs in one process: the seam between the algorithms and where weights, rows and tiles really are.
+"""Runs programs on one rank: the seam between the algorithms and where weights, rows and tiles really are.
 
-Algorithms in `parverify.bounds` and `parverify.bab` reach constants, evaluate values and sweep rows only through an
-`Executor`. Dividing them over ranks means another executor, not another algorithm.
+Algorithms in `parverify.bounds` and `parverify.bab` reach constants, evaluate values, sweep rows and deal out row tiles
+only through an `Executor`. Dividing them over ranks means another placement, not another algorithm; one process is the
+placement of one rank.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,11 +17,26 @@ from torch import Tensor
 from parverify.bounds.region import Region
 from parverify.errors import ModelError
 from parverify.graph.ir import BoundGraph, Node, on_device
-from parverify.ops.kernel import KERNEL, Box, Consts
-from parverify.ops.relaxation import Alpha, Relaxations, Relaxed, dot, rows_of
-from parverify.ops.rounding import VERDICT_ULPS, row_slack
+from parverify.ops.kernel import KERNEL, Box, Consts, inflate
+from parverify.ops.relaxation import Alpha, Relaxations, Relaxed, dot, relax, rows_of
+from parverify.ops.rounding import VERDICT_ULPS, row_slack, slack
+from parverify.ops.weighted import WEIGHTED, Piece, bias_rows, channel_of, per_channel, piece_of, whole
+from parverify.parallel.collectives import copy, total
+from parverify.parallel.comm import Alone, Comm, agree
 from parverify.program.rows import OneHot, Rows
-from parverify.program.steps import Affine, Concretize, Join, Program, Relax, compile_sweep
+from parverify.program.steps import (
+    Affine,
+    Concretize,
+    Join,
+    Placement,
+    Program,
+    Relax,
+    Total,
+    compile_sweep,
+    single,
+    weighted_nodes,
+)
+from parverify.program.weights import Map, Weights, collect_channels
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,18 @@ class Splits:
     sign: Tensor
     point: Tensor
     beta: Tensor
+
+    def among(self, mine: tuple[int, int] | None, comm: Comm) -> Splits:
+        """The constraints on the flat range `mine` of the value; multipliers stay replicated, so their gradient is
+        summed over the ranks."""
+        first, last = mine or (0, 0)
+        here = (self.index >= first) & (self.index < last)
+        return Splits(
+            torch.where(here, self.index - first, 0),
+            torch.where(here, self.sign, 0.0),
+            self.point,
+            copy(self.beta, comm),
+        )
 
     def apply(self, A: Tensor) -> tuple[Tensor, Tensor]:
         """Rows with the constraints added, and the constants (N,) they bring."""
@@ -65,12 +93,15 @@ class Swept:
 
 
 class Executor:
-    """One process: all constants are resident.
+    """One rank. Alone, it holds all constants; otherwise what its placement says.
 
     Args:
         graph: what is bounded.
         dtype, device: of the bounds.
         live: keep constants attached to the module's parameters, so that bounds can be differentiated.
+        placement: how weights are held and multiplied; None for one process.
+        held: (weight constant, piece) -> tensor on this rank, for a placement.
+        comm: the ranks that share the placement.
     """
 
     def __init__(
@@ -80,38 +111,161 @@ class Executor:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         live: bool = False,
+        placement: Placement | None = None,
+        held: Mapping[tuple[str, Piece], Tensor] | None = None,
+        comm: Comm | None = None,
     ) -> None:
         self.graph = on_device(graph, torch.device(device))
         self.dtype = dtype
         self.device = torch.device(device)
+        self.comm: Comm = Alone() if comm is None else comm
+        self.placement = single(self.graph) if placement is None else placement
+        held = {} if held is None else held
+        divided = {name for name, _ in held}
         memo: dict[int, Tensor] = {}
         self._constants = {
             name: (const.live(memo) if live else const.value.detach()).to(self.device, dtype)
             for name, const in graph.constants.items()
+            if name not in divided
         }
+        self.live = any(value.requires_grad for value in self._constants.values())
+        placed = {key: tensor.to(self.device, dtype) for key, tensor in held.items()}
+        for node in weighted_nodes(self.graph):
+            name = node.consts["weight"]
+            if name not in divided:
+                placed[name, piece_of(node, whole(node))] = self._constants[name]
+        self.weights = Weights(self.graph, self.placement, placed, self.comm)
+        self._divided = divided
 
     @functools.cache  # noqa: B019  (an executor lives as long as its run)
-    def program(self, start: str) -> Program:
+    def program(self, start: str, *, one_hot: bool = False) -> Program:
         """The sweep from rows on `start`."""
-        return compile_sweep(self.graph, start)
+        return compile_sweep(self.graph, start, self.placement, one_hot=one_hot)
 
     def constants(self, node: Node) -> Consts:
-        """Role -> tensor of a node's constants."""
-        return {role: self._constants[name] for role, name in node.consts.items()}
+        """Role -> tensor of a node's constants that are whole on this rank."""
+        return {role: self._constants[name] for role, name in node.consts.items() if name not in self._divided}
 
     @functools.cache  # noqa: B019
     def offset(self, node: Node) -> Tensor:
         """(n,) what an affine node gives for inputs of zero: its constants, spread over its value."""
+        consts = self.constants(node)
+        if node.op in WEIGHTED:
+            value = torch.zeros(node.shape, dtype=self.dtype, device=self.device)
+            bias = consts.get("bias")
+            return (value if bias is None else value + per_channel(node, bias.detach())).reshape(-1)
         zeros = [torch.zeros(1, *shape, dtype=self.dtype, device=self.device) for shape in node.attrs["in_shapes"]]
-        return KERNEL[node.op].forward(node, self.constants(node), zeros).detach().reshape(-1)
-
-    def resident_bytes(self) -> int:
-        """Bytes of constants that stay on this rank."""
-        return sum(value.numel() * value.element_size() for value in self._constants.values())
+        return KERNEL[node.op].forward(node, consts, zeros).detach().reshape(-1)
 
     def resident(self) -> list[Tensor]:
         """The tensors that stay on this rank."""
-        return list(self._constants.values())
+        found = {id(tensor): tensor for tensor in (*self._constants.values(), *self.weights.tensors())}
+        return list(found.values())
+
+    def resident_bytes(self) -> int:
+        """Bytes of constants that stay on this rank."""
+        return sum(value.numel() * value.element_size() for value in self.resident())
+
+    # --- ranks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether row tiles are dealt to the ranks."""
+        return self.placement.splits_rows and self.comm.size > 1
+
+    def gets_rows(self, name: str) -> bool:
+        """Whether the placement bounds a node's neurons by rows at all."""
+        return name not in self.placement.interval_only
+
+    def deal(self, count: int, tile: int, bound: Callable[[slice], Tensor]) -> Tensor:
+        """Bound `count` rows in tiles, each on one rank where the placement splits rows, else on all.
+
+        Tiles are dealt out in order, so that tile k is the same rows at any number of ranks. Where the last round has
+        fewer tiles than ranks, a rank repeats a row, so that all enter the same collectives.
+
+        Args:
+            count: of rows (or pairs of rows), at least one.
+            tile: the most in a tile; 0 or less for one tile a rank.
+            bound: which rows, n of them -> (n, w).
+
+        Returns:
+            (count, w), the same on every rank.
+        """
+        ranks, rank = (self.comm.size, self.comm.rank) if self.splits_rows else (1, 0)
+        tiles = -(-count // tile) if tile > 0 else min(count, ranks)
+        size, rounds = -(-count // tiles), -(-tiles // ranks)
+        found: list[tuple[int, Tensor]] = []  # round, what its tile gave
+        for number, times in self._rounds(rounds):
+            first = (number * ranks + rank) * size
+            part = slice(first, min(first + size, count)) if first < count else slice(0, 1)
+            with self.comm.meter.times(times):
+                value = bound(part)
+            if first < count:
+                found.append((number, value))
+        if ranks == 1 and not value.is_meta:
+            return torch.cat([value for _, value in found])
+        mine = value.new_zeros(rounds, size, *value.shape[1:])
+        for number, bounds in found:
+            mine[number, : len(bounds)] = bounds
+        if ranks == 1:
+            return mine.flatten(0, 1)[:count]
+        out = mine.new_empty(ranks * rounds, *mine.shape[1:])
+        self.comm.all_gather(out, mine).wait()
+        return out.reshape(ranks, *mine.shape).transpose(0, 1).flatten(0, 2)[:count]
+
+    def _rounds(self, rounds: int) -> list[tuple[int, int]]:
+        """The rounds to go through, and how often each counts: a dry run needs those that are alike only once."""
+        if self.device.type == "meta" and rounds > 2:
+            return [(0, rounds - 1), (rounds - 1, 1)]
+        return [(number, 1) for number in range(rounds)]
+
+    def replicated(self, alphas: Mapping[str, Alpha]) -> dict[str, Tensor]:
+        """Those alphas that every rank has, by a name for messages; not those of channels that it has alone."""
+        return {
+            f"{role} alpha of {name}": tensor
+            for name, alpha in alphas.items()
+            if name not in self.placement.channels
+            for role, tensor in alpha.items()
+        }
+
+    def agree(self, tensors: Mapping[str, Tensor]) -> None:
+        """Check that replicated tensors are the same on all ranks, by their hashes.
+
+        Raises:
+            DisagreementError: naming the tensor.
+        """
+        if self.comm.size > 1:
+            agree(self.comm, tensors)
+
+    def channels(self, name: str) -> tuple[int, int] | None:
+        """The flat range of a node's value that a sweep's rows have on this rank; None for all of it."""
+        if name not in self.placement.channels:
+            return None
+        place, node = self.placement.channels[name], self.graph[name]
+        inner = node.numel // node.shape[place.dim]
+        first, last = place.mine
+        return first * inner, last * inner
+
+    def relax(self, node: Node, boxes: Sequence[Box]) -> Relaxed:
+        """The relaxation of a nonlinear node, of those of its neurons that a sweep has on this rank.
+
+        Args:
+            node: an `act` or `mul`.
+            boxes: bounds of its inputs, (D, *shape) each, replicated.
+        """
+        if node.name not in self.placement.channels:
+            return relax(node, list(boxes))
+        place = self.placement.channels[node.name]
+        first, last = place.mine
+        shape = tuple(last - first if i == place.dim else size for i, size in enumerate(node.shape))
+        mine = [
+            (
+                copy(low, self.comm).narrow(place.dim + 1, first, last - first),
+                copy(high, self.comm).narrow(place.dim + 1, first, last - first),
+            )
+            for low, high in boxes
+        ]
+        return relax(replace(node, shape=shape), mine)
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -124,20 +278,62 @@ class Executor:
         values = {self.graph.input.name: x.reshape(x.shape[0], *self.graph.input.shape)}
         for node in self.graph.nodes[1:]:
             inputs = [values[name] for name in node.inputs]
-            values[node.name] = KERNEL[node.op].forward(node, self.constants(node), inputs)
+            consts = self.constants(node)
+            if node.op in WEIGHTED and node.consts["weight"] in self._divided:
+                (value,) = self._forward(node, inputs)
+                bias = consts.get("bias")
+                values[node.name] = value if bias is None else value + per_channel(node, bias)
+            else:
+                values[node.name] = KERNEL[node.op].forward(node, consts, inputs)
         return values
 
-    def interval(self, node: Node, boxes: Sequence[Box]) -> Box:
-        """The box of a node's value from its inputs' boxes, (D, *shape).
+    def _forward(self, node: Node, xs: Sequence[Tensor], absolute: Sequence[bool] | None = None) -> list[Tensor]:
+        lowering = self.placement.lowerings[node.name]
+        return list(Map.apply(self.weights, node, (lowering.forward, lowering.back), absolute, *xs))  # type: ignore[no-untyped-call]
+
+    def interval(self, node: Node, boxes: Sequence[Box]) -> tuple[Box, Tensor | None]:
+        """The box of a node's value from its inputs' boxes, (D, *shape), and the node's magnitudes.
 
         What is no number, or overflowed to the wrong side, is not known: -inf below, inf above.
+
+        Returns:
+            The box; (D, n) the largest sum of magnitudes of terms that its scalars are on it (see `Relaxations`), None
+            where nothing is summed up.
         """
-        lower, upper = KERNEL[node.op].interval(node, self.constants(node), boxes)
+        summing = node.op not in ("act", "mul") and (KERNEL[node.op].mixing or bool(node.consts))
+        with torch.no_grad():
+            largest = [torch.maximum(low.abs(), high.abs()) for low, high in boxes] if summing else []
+        if node.op in WEIGHTED and not self.live:
+            box, magnitude = self._weighted_interval(node, boxes[0], largest[0])
+        else:
+            consts = self.constants(node)
+            box, magnitude = KERNEL[node.op].interval(node, consts, boxes), None
+            if summing:
+                with torch.no_grad():
+                    low, high = KERNEL[node.op].interval(node, consts, [(-size, size) for size in largest])
+                    magnitude = torch.maximum(low.abs(), high.abs())
         unknown = torch.inf
-        return (
-            lower.nan_to_num(nan=-unknown, posinf=-unknown, neginf=-unknown),
-            upper.nan_to_num(nan=unknown, posinf=unknown, neginf=unknown),
-        )
+        lower = box[0].nan_to_num(nan=-unknown, posinf=-unknown, neginf=-unknown)
+        upper = box[1].nan_to_num(nan=unknown, posinf=unknown, neginf=unknown)
+        return (lower, upper), None if magnitude is None else self._known(node, magnitude)
+
+    def _known(self, node: Node, magnitude: Tensor) -> Tensor:
+        flat = magnitude.detach().flatten(1)
+        # where an input has no finite bound, the node's constants are all there is to go by
+        return torch.where(flat.isfinite(), flat, self.offset(node).abs())
+
+    def _weighted_interval(self, node: Node, box: Box, largest: Tensor) -> tuple[Box, Tensor]:
+        """Centre, radius and magnitude in one pass over the weight."""
+        center, radius = inflate(*box)
+        size = largest * (1 + slack(largest.dtype))
+        center, radius, magnitude = self._forward(node, [center, radius, size], [False, True, True])
+        bias = self.constants(node).get("bias")
+        if bias is not None:
+            shift = per_channel(node, bias)
+            center = center + shift
+            radius = radius + slack(center.dtype) * shift.abs()
+            magnitude = magnitude + (1 + slack(center.dtype)) * shift.abs()
+        return (center - radius, center + radius), magnitude
 
     # --- backward --------------------------------------------------------------------------------------------------
 
@@ -172,25 +368,48 @@ class Executor:
         alphas, splits = alphas or {}, splits or {}
         lower, final = None, None
         tapped: dict[str, Tensor] = {}
-        for step in self.program(start).steps:
+        for step in self.program(start, one_hot=isinstance(rows, OneHot)).steps:
             if isinstance(step, Affine):
-                run.affine(self.graph[step.node], picked=step.picked and isinstance(rows, OneHot), splits=splits)
+                run.affine(step, splits)
             elif isinstance(step, Relax):
                 if taps:
-                    tapped[step.node] = run.at(step.node)
+                    tapped[step.node] = self.whole_rows(step.node, run.at(step.node))
                 run.relax(self.graph[step.node], relaxed[step.node], alphas.get(step.node), splits)
             elif isinstance(step, Join):
                 run.join(step.node)
+            elif isinstance(step, Total):
+                run.total_constants()
             elif isinstance(step, Concretize):
                 final = run.at(step.node, splits).reshape(len(rows), -1)
                 lower = region.lower_bound(final, run.owner)
                 if verdict:
                     extra = VERDICT_ULPS * torch.finfo(lower.dtype).eps
-                    lower = lower - extra * (region.magnitude(final.detach(), run.owner) + run.mass)
+                    lower = lower - extra * (region.magnitude(final.detach(), run.owner) + run.sums.mass)
                 lower = run.total(lower)
         if lower is None or final is None:
             raise ModelError(f"the sweep from {start} does not reach the input")
         return Swept(lower, final, tapped)
+
+    def whole_rows(self, name: str, A: Tensor) -> Tensor:
+        """Rows on all channels of a node's value, from those that this rank has."""
+        place = self.placement.channels.get(name)
+        return A if place is None else collect_channels(self.comm, A.detach(), place.dim + 1, place.sizes)
+
+
+class _Sums:
+    """Constants that rows pick up, and the magnitudes of what was summed up for them, (N,) each."""
+
+    def __init__(self, like: Tensor, rows: int) -> None:
+        self.constant = like.new_zeros(rows)
+        self.mass = like.new_zeros(rows)
+
+    def add(self, constant: Tensor | None, mass: Tensor | None = None) -> None:
+        """Add a constant with its mass: its own magnitude where it is a single term."""
+        if constant is not None:
+            self.constant = self.constant + constant
+            mass = constant.detach().abs() if mass is None else mass
+        if mass is not None:
+            self.mass = self.mass + mass
 
 
 class _Sweep:
@@ -203,21 +422,17 @@ class _Sweep:
         self.owner = rows.owner if domains > 1 else None
         self._waiting: dict[str, list[Tensor]] = {}
         like = rows.sign if isinstance(rows, OneHot) else rows.A
-        self._constant = like.new_zeros(len(rows))
-        self.mass = like.new_zeros(len(rows))
-        if not isinstance(rows, OneHot) and rows.constant is not None:
-            self._add(rows.constant)
+        self.sums = _Sums(like, len(rows))
+        self._partial = _Sums(like, len(rows))  # of channels that only this rank has
+        if not isinstance(rows, OneHot):
+            self.sums.add(rows.constant)
 
-    def _add(self, constant: Tensor | None, mass: Tensor | None = None) -> None:
-        """Add a constant, and the magnitude of what was summed up for it (its own where it is a single term)."""
-        if constant is not None:
-            self._constant = self._constant + constant
-            self.mass = self.mass + (constant.detach().abs() if mass is None else mass)
+    def _sums_of(self, name: str) -> _Sums:
+        return self._partial if name in self._executor.placement.channels else self.sums
 
-    def _put(self, node: Node, parts: Sequence[Tensor], constant: Tensor | None, mass: Tensor | None = None) -> None:
+    def _put(self, node: Node, parts: Sequence[Tensor]) -> None:
         for name, part in zip(node.inputs, parts, strict=True):
             self._waiting.setdefault(name, []).append(part)
-        self._add(constant, mass)
 
     def join(self, name: str) -> None:
         parts = self._waiting.get(name, [])
@@ -225,42 +440,86 @@ class _Sweep:
             self._waiting[name] = [functools.reduce(torch.add, parts)]
 
     def at(self, name: str, splits: Mapping[str, Splits] | None = None) -> Tensor:
-        """The rows that wait on a node, dense, with its split constraints added."""
+        """The rows that wait on a node, dense, with its split constraints added; of this rank's channels."""
+        executor = self._executor
+        place = executor.placement.channels.get(name)
         if name not in self._waiting:
-            shape = self._executor.graph[name].shape
+            shape = executor.graph[name].shape
             A = self._rows.dense(shape) if isinstance(self._rows, OneHot) else self._rows.A
+            if place is not None:
+                A = copy(A, executor.comm).narrow(place.dim + 1, place.mine[0], place.mine[1] - place.mine[0])
         else:
             (A,) = self._waiting[name]
         if splits and name in splits:
-            A, constant = splits[name].apply(A)
-            self._add(constant)
+            here = splits[name]
+            if place is not None:
+                here = here.among(executor.channels(name), executor.comm)
+            A, constant = here.apply(A)
+            self._sums_of(name).add(constant)
         return A
 
-    def affine(self, node: Node, *, picked: bool, splits: Mapping[str, Splits]) -> None:
-        rule, consts = KERNEL[node.op], self._executor.constants(node)
-        if picked and rule.pick is not None and isinstance(self._rows, OneHot):
-            self._put(node, *rule.pick(node, consts, self._rows.index, self._rows.sign))
+    def affine(self, step: Affine, splits: Mapping[str, Splits]) -> None:
+        executor, node = self._executor, self._executor.graph[step.node]
+        consts = executor.constants(node)
+        if step.picked and isinstance(self._rows, OneHot) and node.op in WEIGHTED and not executor.live:
+            index, sign = self._rows.index, self._rows.sign
+            if "bias" in consts:
+                self.sums.add(consts["bias"].index_select(0, channel_of(node, index)) * sign)
+            self._put(node, [executor.weights.pick(node, step.inner, index, sign)])
+            return
+        rule = KERNEL[node.op]
+        if step.picked and rule.pick is not None and isinstance(self._rows, OneHot):
+            parts, constant = rule.pick(node, consts, self._rows.index, self._rows.sign)
+            self.sums.add(constant)
+            self._put(node, parts)
             return
         if rule.backward is None:
             raise ModelError(f"node {node.name} ({node.op}) is not affine")
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
-        parts, constant = rule.backward(node, consts, A)
+        if step.inner and not executor.live:
+            parts = list(Map.apply(executor.weights, node, (step.inner, step.adjoint), None, A))
+            constant = self._bias(node, consts, A)
+        else:
+            parts, constant = rule.backward(node, consts, A)
+        self._sums_of(node.name).add(constant, self._rounding(node, A, constant))
+        self._put(node, parts)
+
+    def _bias(self, node: Node, consts: Consts, A: Tensor) -> Tensor | None:
+        if "bias" not in consts:
+            return None
+        bias, place = consts["bias"], self._executor.placement.channels.get(node.name)
+        if place is not None:
+            bias = bias[place.mine[0] : place.mine[1]]
+        return bias_rows(node, bias, A)
+
+    def _rounding(self, node: Node, A: Tensor, constant: Tensor | None) -> Tensor | None:
+        """What pushing the rows through an affine node adds to their mass."""
         magnitude = self._magnitudes.get(node.name)
         if magnitude is None and constant is not None:
             magnitude = self._executor.offset(node).abs()[None]
-        if magnitude is not None:
-            table = magnitude if len(magnitude) == 1 else rows_of(magnitude, self.owner)
-            self.mass = self.mass + dot(A.detach().abs().reshape(A.shape[0], -1), table)
-        self._put(node, parts, constant, torch.zeros_like(self.mass))
+        if magnitude is None:
+            return None
+        mine = self._executor.channels(node.name)
+        if mine is not None:
+            magnitude = magnitude[:, mine[0] : mine[1]]
+        table = magnitude if len(magnitude) == 1 else rows_of(magnitude, self.owner)
+        return dot(A.detach().abs().reshape(A.shape[0], -1), table)
 
     def relax(self, node: Node, relaxed: Relaxed, alpha: Alpha | None, splits: Mapping[str, Splits]) -> None:
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
         parts, constant = relaxed.push(A, self.owner, alpha)
-        self._put(node, parts, constant, relaxed.mass(A.detach(), self.owner, constant.detach()))
+        mass = relaxed.mass(A.detach(), self.owner, constant.detach())
+        self._sums_of(node.name).add(constant, mass)
+        self._put(node, parts)
+
+    def total_constants(self) -> None:
+        """Add what all ranks picked up for their channels."""
+        both = total(torch.stack([self._partial.constant, self._partial.mass]), self._executor.comm)
+        self.sums.add(both[0], both[1].detach())
 
     def total(self, value: Tensor) -> Tensor:
         """Concretized rows plus constants, less what rounding may have added; no number is no bound."""
-        lower = value + self._constant - row_slack(value.dtype) * self.mass
+        lower = value + self.sums.constant - row_slack(value.dtype) * self.sums.mass
         return torch.where(lower.isnan() | (lower == torch.inf), -torch.inf, lower)

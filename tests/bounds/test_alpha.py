@@ -194,13 +194,3 @@ def test_the_clock_stops_the_optimizer() -> None:
     with pytest.raises(OutOfTimeError, match="optimizing"):
         optimize(problem.executor, problem.graph.output, problem.rows, problem.found.relaxed, problem.region,
                  options=AlphaOptions(5), clock=clock)  # fmt: skip
-
-
-def test_enough_stops_the_optimizer() -> None:
-    problem = Problem("mlp", width=1.0)
-    run = lambda **kw: optimize(problem.executor, problem.graph.output, problem.rows, problem.found.relaxed,  # noqa: E731
-                                problem.region, options=AlphaOptions(5), **kw)  # fmt: skip
-    with torch.no_grad():
-        crown = problem.bound({})
-    assert torch.equal(run(enough=-1e9), crown)
-    assert (run() > crown).any()

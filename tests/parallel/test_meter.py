@@ -29,7 +29,7 @@ def work(run: Executor) -> None:
 
 def test_counts_what_is_alive_and_nothing_else() -> None:
     run = executor()
-    with MemoryMeter(run) as meter:
+    with MemoryMeter(run.resident()) as meter:
         first = torch.zeros(1000)
         view = first[10:20]
         del first
@@ -43,7 +43,7 @@ def test_counts_what_is_alive_and_nothing_else() -> None:
 def test_equals_torchs_tracker() -> None:
     run = executor()
     work(run)  # whatever is cached on first use is there for both
-    with MemoryMeter(run) as meter:
+    with MemoryMeter(run.resident()) as meter:
         work(run)
     tracker = MemTracker()
     tracker.track_external(*run.resident())
@@ -58,7 +58,7 @@ def test_the_peak_is_the_same_every_time() -> None:
     work(run)
     peaks = []
     for _ in range(2):
-        with MemoryMeter(run) as meter:
+        with MemoryMeter(run.resident()) as meter:
             work(run)
         peaks.append(meter.peak_bytes)
     assert peaks[0] == peaks[1]

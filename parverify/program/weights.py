@@ -1,0 +1,365 @@
+"""The weights of one rank, and the steps that bring parts of them here and multiply them.
+
+A rank holds pieces of weights; other pieces pass through a few reused buffers. `Weights.run` executes the inner steps
+of a product on a list of tensors at once, so that an interval's centre and radius load a weight once. `Map` makes such
+a list of steps differentiable: its backward pass runs the adjoint steps, so that a weight that was gathered is never
+recorded by autograd but gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parverify.errors import ParverifyError
+from parverify.graph.ir import BoundGraph, Node
+from parverify.ops.weighted import Part, Piece, channel_dim, channel_of, out_channels, pick, piece_of, pull, push
+from parverify.parallel.comm import Comm, Pending
+from parverify.program.steps import (
+    Broadcast,
+    Collect,
+    Free,
+    Gather,
+    Inner,
+    Placement,
+    Product,
+    Reduce,
+    Shift,
+    Slice,
+    Wait,
+)
+
+
+@dataclass
+class _Slot:
+    """A buffer that pieces pass through."""
+
+    memory: Tensor
+    owner: str | None = None
+
+
+@dataclass
+class _Arriving:
+    """A piece on its way into a slot."""
+
+    piece: Piece
+    view: Tensor
+    slot: _Slot | None
+    pending: Pending
+    keep: tuple[Tensor, ...] = ()
+
+
+class Weights:
+    """What one rank holds of the weights of a graph.
+
+    Args:
+        graph: gives the nodes and the shapes of their weights.
+        placement: which pieces stay here and what is done for a product.
+        held: (weight constant, piece) -> tensor.
+        comm: the ranks that share the weights.
+    """
+
+    def __init__(
+        self, graph: BoundGraph, placement: Placement, held: Mapping[tuple[str, Piece], Tensor], comm: Comm
+    ) -> None:
+        self._graph, self._placement, self._comm = graph, placement, comm
+        self._held: dict[str, dict[Piece, Tensor]] = {}
+        for (name, piece), tensor in held.items():
+            self._held.setdefault(name, {})[piece] = tensor
+        self._loaded: dict[str, dict[Piece, tuple[Tensor, _Slot | None]]] = {}
+        self._arriving: dict[str, list[_Arriving]] = {}
+        self._slots: list[_Slot] = []
+
+    def tensors(self) -> list[Tensor]:
+        """What stays on this rank."""
+        return [tensor for pieces in self._held.values() for tensor in pieces.values()]
+
+    def _name(self, node: str) -> str:
+        return self._graph[node].consts["weight"]
+
+    def _shape(self, node: str) -> tuple[int, ...]:
+        return tuple(self._graph.constants[self._name(node)].value.shape)
+
+    # --- pieces ---------------------------------------------------------------------------------------------------
+
+    def piece(self, node: Node, part: Part) -> Tensor:
+        """The piece of a part, a view of what is held or loaded.
+
+        Raises:
+            ParverifyError: the program multiplies what it has not loaded.
+        """
+        name, wanted = self._name(node.name), piece_of(node, part)
+        loaded = {piece: tensor for piece, (tensor, _) in self._loaded.get(name, {}).items()}
+        for pieces in (self._held.get(name, {}), loaded):
+            if wanted in pieces:
+                return pieces[wanted]
+            for piece, tensor in pieces.items():
+                if piece.covers(wanted):
+                    return wanted.within(piece).of(tensor)
+        raise ParverifyError(f"node {node.name}: part {part} of its weight is not on rank {self._placement.rank}")
+
+    def _largest(self) -> int:
+        """Entries of the largest buffer that any step of the placement needs."""
+        most = 1
+        for node, lowering in self._placement.lowerings.items():
+            shape = self._shape(node)
+            steps = (*lowering.push, *lowering.pull, *lowering.pick, *lowering.forward, *lowering.back)
+            for step in steps:
+                if isinstance(step, Gather):
+                    rows = -(-shape[0] // self._comm.size) * self._comm.size
+                    most = max(most, rows * torch.Size(shape[1:]).numel())
+                elif isinstance(step, Broadcast):
+                    most = max(most, torch.Size(step.piece.shape(shape)).numel())
+                elif isinstance(step, Shift):
+                    most = max(most, torch.Size(step.take.shape(shape)).numel())
+        return most
+
+    def _slot(self, node: str) -> _Slot:
+        for slot in self._slots:
+            if slot.owner is None:
+                slot.owner = node
+                return slot
+        for name, arriving in list(self._arriving.items()):
+            if len(self._slots) > 1 and arriving and self._graph[node].consts["weight"] != name:
+                self._land(name)  # was fetched ahead for a gradient that nobody asked for
+                self._release(name, None)
+                return self._slot(node)
+        memory = next(iter(self.tensors()), torch.empty(0)).new_empty(self._largest())
+        self._slots.append(_Slot(memory, node))
+        return self._slots[-1]
+
+    def _land(self, name: str) -> None:
+        for arriving in self._arriving.pop(name, []):
+            arriving.pending.wait()
+            self._loaded.setdefault(name, {})[arriving.piece] = (arriving.view, arriving.slot)
+
+    def _release(self, name: str, piece: Piece | None) -> None:
+        loaded = self._loaded.get(name, {})
+        for key in [piece] if piece is not None else list(loaded):
+            entry = loaded.pop(key, None)
+            if entry is not None and entry[1] is not None:
+                entry[1].owner = None
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def load(self, step: Inner) -> None:
+        """Execute a step that moves weights."""
+        name = self._name(step.node)
+        if isinstance(step, Gather):
+            self._gather(step, name)
+        elif isinstance(step, Broadcast):
+            self._broadcast(step, name)
+        elif isinstance(step, Shift):
+            self._shift(step, name)
+        elif isinstance(step, Wait):
+            self._land(name)
+        elif isinstance(step, Free):
+            self._release(name, step.piece)
+
+    def _gather(self, step: Gather, name: str) -> None:
+        if name in self._arriving or self._loaded.get(name):
+            return
+        shape = self._shape(step.node)
+        rows, rest = -(-shape[0] // self._comm.size), torch.Size(shape[1:]).numel()
+        (shard,) = self._held[name].values()
+        padded = shard.reshape(-1)
+        if len(padded) < rows * rest:
+            padded = torch.cat([padded, padded.new_zeros(rows * rest - len(padded))])
+        slot = self._slot(step.node)
+        out = slot.memory[: rows * self._comm.size * rest]
+        pending = self._comm.all_gather(out, padded)
+        view = out[: shape[0] * rest].view(shape)
+        everything = Piece((0, shape[0]), (0, shape[1]))
+        self._arriving[name] = [_Arriving(everything, view, slot, pending, (padded,))]
+
+    def _broadcast(self, step: Broadcast, name: str) -> None:
+        shape = step.piece.shape(self._shape(step.node))
+        if step.source == self._comm.rank:
+            mine = self._held[name][step.piece]
+            self._arriving.setdefault(name, []).append(
+                _Arriving(step.piece, mine, None, self._comm.broadcast(mine, step.source))
+            )
+            return
+        slot = self._slot(step.node)
+        view = slot.memory[: torch.Size(shape).numel()].view(shape)
+        pending = self._comm.broadcast(view, step.source)
+        self._arriving.setdefault(name, []).append(_Arriving(step.piece, view, slot, pending))
+
+    def _shift(self, step: Shift, name: str) -> None:
+        held = self._held[name]
+        send = held[step.send] if step.send in held else self._loaded[name][step.send][0]
+        shape = step.take.shape(self._shape(step.node))
+        slot = self._slot(step.node)
+        view = slot.memory[: torch.Size(shape).numel()].view(shape)
+        pending = self._comm.shift(send, view)
+        self._arriving.setdefault(name, []).append(_Arriving(step.take, view, slot, pending, (send,)))
+
+    # --- products -------------------------------------------------------------------------------------------------
+
+    def run(
+        self, node: Node, steps: Sequence[Inner], xs: Sequence[Tensor], absolute: Sequence[bool] | None = None
+    ) -> list[Tensor]:
+        """Execute the inner steps of a product on each of `xs`.
+
+        Args:
+            node: the weighted node.
+            steps: all of one kind, `push` or `pull`.
+            xs: rows (N, *shape) to push, or values (B, *in_shape) to pull.
+            absolute: which of them meet the magnitudes of the weight.
+        """
+        flags = list(absolute or [False] * len(xs))
+        multiplied = [step for step in steps if isinstance(step, Product)]
+        currents, results = list(xs), [_Result(node, multiplied) for _ in xs]
+        first = None
+        for step in steps:
+            if isinstance(step, Slice):
+                dim = channel_dim(node) + 1
+                currents = [x.narrow(dim, step.first, step.last - step.first) for x in currents]
+                first = step.first
+            elif isinstance(step, Product):
+                weight = self.piece(node, step.part)
+                magnitude = weight.abs() if any(flags) else weight
+                for result, x, flag in zip(results, currents, flags, strict=True):
+                    result.add(step, magnitude if flag else weight, x, first)
+            elif isinstance(step, Reduce):
+                for result in results:
+                    self._comm.all_reduce(result.contiguous()).wait()
+            elif isinstance(step, Collect):
+                for result in results:
+                    result.tensor = collect_channels(self._comm, result.tensor, result.dim, step.sizes)
+            else:
+                self.load(step)
+        return [result.tensor for result in results]
+
+    def pick(self, node: Node, steps: Sequence[Inner], index: Tensor, sign: Tensor) -> Tensor:
+        """Rows on the node's input from one-hot rows `sign * value.flatten()[index]`, (N,) each."""
+        multiplied = [step for step in steps if isinstance(step, Product)]
+        low, high = min(step.part.into[0] for step in multiplied), max(step.part.into[1] for step in multiplied)
+        dim, shape = channel_dim(node) + 1, [len(index), *node.attrs["in_shapes"][0]]
+        shape[dim] = high - low
+        out: Tensor | None = None
+        alone = len(multiplied) == 1 and multiplied[0].part.out == (0, out_channels(node))
+        for step in steps:
+            if isinstance(step, Product):
+                weight = self.piece(node, step.part)
+                if alone:
+                    out = pick(node, weight, index, sign)
+                else:
+                    out = sign.new_zeros(shape) if out is None else out
+                    target = out.narrow(dim, step.part.into[0] - low, step.part.into[1] - step.part.into[0])
+                    self._pick_some(node, step.part, weight, (index, sign), target)
+            elif isinstance(step, Reduce) and out is not None:
+                out = out.contiguous()
+                self._comm.all_reduce(out).wait()
+            else:
+                self.load(step)
+        if out is None:
+            raise ParverifyError(f"node {node.name}: the program picks nothing")
+        return out
+
+    @staticmethod
+    def _pick_some(node: Node, part: Part, weight: Tensor, rows: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """Fill in the rows whose channel lies in the part."""
+        index, sign = rows
+        channel = channel_of(node, index)
+        if index.is_meta:
+            at = index  # at most all of them
+        else:
+            at = torch.nonzero((channel >= part.out[0]) & (channel < part.out[1])).flatten()
+        if len(at):
+            out[at] = pick(node, weight, index[at], sign[at], part.out[0])
+
+
+def collect_channels(comm: Comm, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """All ranks' ranges of channels along `dim`, of the given sizes, behind each other."""
+    mine, most = tensor.movedim(dim, 0), max(sizes)
+    padded = mine.new_zeros(most, *mine.shape[1:])
+    padded[: len(mine)] = mine
+    out = mine.new_empty(most * comm.size, *mine.shape[1:])
+    comm.all_gather(out, padded).wait()
+    kept = [out[rank * most : rank * most + size] for rank, size in enumerate(sizes)]
+    return torch.cat(kept).movedim(0, dim)
+
+
+class _Result:
+    """What products add up to, with the channels that they give."""
+
+    def __init__(self, node: Node, multiplied: Sequence[Product]) -> None:
+        self._node = node
+        self._pushing = multiplied[0].kind == "push"
+        self.dim = channel_dim(node) + 1
+        given = [step.part.into if self._pushing else step.part.out for step in multiplied]
+        taken = [step.part.out if self._pushing else step.part.into for step in multiplied]
+        self._given = (min(a for a, _ in given), max(b for _, b in given))
+        self._taken = min(a for a, _ in taken)
+        self._tensor: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The sum; zero where nothing was added."""
+        if self._tensor is None:
+            raise ParverifyError(f"node {self._node.name}: the program multiplies nothing")
+        return self._tensor
+
+    @tensor.setter
+    def tensor(self, value: Tensor) -> None:
+        self._tensor = value
+
+    def contiguous(self) -> Tensor:
+        """The sum, made contiguous in place."""
+        self._tensor = self.tensor.contiguous()
+        return self._tensor
+
+    def add(self, step: Product, weight: Tensor, x: Tensor, first: int | None) -> None:
+        """Add one part's product.
+
+        Args:
+            step: which part.
+            weight: its piece.
+            x: what is multiplied.
+            first: the first channel of x, where it was sliced.
+        """
+        taken, given = (step.part.out, step.part.into) if self._pushing else (step.part.into, step.part.out)
+        start = taken[0] - (self._taken if first is None else first)
+        some = x.narrow(self.dim, start, taken[1] - taken[0])
+        if self._tensor is None:
+            if given == self._given:
+                self._tensor = self._multiply(weight, some)
+                return
+            self._tensor = self._start(x)
+        target = self._tensor.narrow(self.dim, given[0] - self._given[0], given[1] - given[0])
+        if not self._pushing:
+            target.copy_(self._multiply(weight, some))  # parts give different output channels
+        elif self._node.op == "linear" and given == self._given:
+            flat = self._tensor.view(-1, self._tensor.shape[-1])
+            flat.addmm_(some.reshape(-1, some.shape[-1]), weight)
+        else:
+            target.add_(self._multiply(weight, some))
+
+    def _multiply(self, weight: Tensor, x: Tensor) -> Tensor:
+        return push(self._node, weight, x) if self._pushing else pull(self._node, weight, x)
+
+    def _start(self, x: Tensor) -> Tensor:
+        """What parts are added to, or written into, that give some of the channels each."""
+        shape = [x.shape[0], *(self._node.attrs["in_shapes"][0] if self._pushing else self._node.shape)]
+        shape[self.dim] = self._given[1] - self._given[0]
+        return x.new_zeros(shape) if self._pushing else x.new_empty(shape)
+
+
+class Map(torch.autograd.Function):
+    """The inner steps of a product as a differentiable function of rows or values."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Weights, node: Node, steps: Any, absolute: Any, *xs: Tensor) -> Any:
+        forward, adjoint = steps
+        ctx.rest = weights, node, adjoint, absolute
+        return tuple(weights.run(node, forward, xs, absolute))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        weights, node, adjoint, absolute = ctx.rest
+        return (None, None, None, None, *weights.run(node, adjoint, gradients, absolute))
