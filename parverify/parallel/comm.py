@@ -56,8 +56,8 @@ class Comm(Protocol):
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Fill the tensor with that of rank `source`."""
 
-    def shift(self, send: Tensor, recv: Tensor) -> Pending:
-        """Send to rank - 1 and receive from rank + 1, around the ring."""
+    def shift(self, send: Tensor, recv: Tensor, *, back: bool = False) -> Pending:
+        """Send to rank - 1 and receive from rank + 1, around the ring; `back` the other way round."""
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Replace the tensor by the sum over all ranks."""
@@ -110,11 +110,11 @@ class _Counted:
         self._count("broadcast", tensor.nbytes, source=source == self.rank)
         return self._broadcast(tensor.detach(), source)
 
-    def shift(self, send: Tensor, recv: Tensor) -> Pending:
-        """Send to rank - 1 and receive from rank + 1."""
+    def shift(self, send: Tensor, recv: Tensor, *, back: bool = False) -> Pending:
+        """Send to rank - 1 and receive from rank + 1; `back` the other way round."""
         self._plain("shift", send, recv)
         self._count("shift", recv.nbytes)
-        return self._shift(send.detach(), recv.detach())
+        return self._shift(send.detach(), recv.detach(), 1 if back else -1)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Replace the tensor by the sum over all ranks."""
@@ -179,7 +179,7 @@ class _Counted:
     def _broadcast(self, tensor: Tensor, source: int) -> Pending:
         return _Done()
 
-    def _shift(self, send: Tensor, recv: Tensor) -> Pending:
+    def _shift(self, send: Tensor, recv: Tensor, by: int) -> Pending:
         return _Done()
 
     def _all_reduce(self, tensor: Tensor) -> Pending:
@@ -227,7 +227,7 @@ class Alone(_Counted):
     def _all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         return self._copy(out, shard)
 
-    def _shift(self, send: Tensor, recv: Tensor) -> Pending:
+    def _shift(self, send: Tensor, recv: Tensor, by: int) -> Pending:
         return self._copy(recv, send)
 
     def _reduce_scatter(self, out: Tensor, full: Tensor) -> Pending:
@@ -316,14 +316,14 @@ class GroupComm(_Counted):
         rank = self._ranks[source]
         return self._start("broadcast", (tensor,), lambda: dist.broadcast(tensor, rank, self.group, async_op=True))
 
-    def _shift(self, send: Tensor, recv: Tensor) -> Pending:
+    def _shift(self, send: Tensor, recv: Tensor, by: int) -> Pending:
         import torch.distributed as dist
 
         if self.size == 1:
             recv.copy_(send)
             return _Done()
-        left, right = self._ranks[self.rank - 1], self._ranks[(self.rank + 1) % self.size]
-        both = [dist.P2POp(dist.isend, send, left, self.group), dist.P2POp(dist.irecv, recv, right, self.group)]
+        to, source = (self._ranks[(self.rank + step) % self.size] for step in (by, -by))
+        both = [dist.P2POp(dist.isend, send, to, self.group), dist.P2POp(dist.irecv, recv, source, self.group)]
         return self._start("shift", (send, recv), lambda: dist.batch_isend_irecv(both))
 
     def _all_reduce(self, tensor: Tensor) -> Pending:

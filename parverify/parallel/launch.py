@@ -42,7 +42,7 @@ from parverify.parallel.world import World, join
 Job = Callable[[World], Outcome]
 
 _BACKEND = "parverify-file"
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _POLL = 0.02
 _PR_SET_PDEATHSIG = 1
 # A rank that lost another waits to be ended, so that the launcher sees the one that died before it.
@@ -71,7 +71,7 @@ def launch(nproc: int, job: Job, *, folder: str | Path, device: str = "cpu", ver
     folder = Path(folder)
     post = Post(str(folder), nproc, device, os.getpid(), verbose)
     failures: Mapping[int, ProcessFailure] = {}
-    with _quiet(), _environment(_NUMBERS):
+    with _quiet(), _handlers(), _environment(_NUMBERS):
         try:
             elastic_launch(_config(post), run_rank)(post, job)
         except ChildFailedError as error:
@@ -168,6 +168,17 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(previous)
+
+
+@contextlib.contextmanager
+def _handlers() -> Iterator[None]:
+    """Put back the signal handlers that the elastic launcher replaces."""
+    previous = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, _SIGNALS)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
