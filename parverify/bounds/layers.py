@@ -113,7 +113,7 @@ def bound_layers(
         if node.op in ("act", "mul"):
             made = executor.relax(node, [found.boxes[name] for name in node.inputs])
             if node.inputs[0] in found.raw and isinstance(made, RelaxedActivation):
-                made = made.with_slopes_of(*found.raw[node.inputs[0]])
+                made = made.with_slopes_of(*(executor.own(node.name, side) for side in found.raw[node.inputs[0]]))
             found.relaxed[node.name] = made
         if node.name in wanted:
             box = found.intervals[node.name]

@@ -265,7 +265,17 @@ class Executor:
             )
             for low, high in boxes
         ]
-        return relax(replace(node, shape=shape), mine)
+        made = relax(replace(node, shape=shape), mine)
+        with torch.no_grad():
+            everywhere = relax(node, [(low.detach(), high.detach()) for low, high in boxes]).free
+        # a rank without a free neuron gets alphas of no neurons: what it differentiates must not depend on its channels
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        return replace(made, free={role: made.free.get(role, nothing) for role in everywhere})  # type: ignore[type-var]
+
+    def own(self, name: str, flat: Tensor) -> Tensor:
+        """Of (D, n) on a node's value, what belongs to the scalars that a sweep has on this rank."""
+        mine = self.channels(name)
+        return flat if mine is None else flat[:, mine[0] : mine[1]]
 
     # --- forward ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Tensor parallelism: products divided by channels."""
