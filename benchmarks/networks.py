@@ -153,13 +153,13 @@ def radius(share: Callable[[float], float], wanted: float, off: float) -> tuple[
     raise SystemExit(f"no radius found at which {wanted} of the neurons are unstable; the last was {eps} with {found}")
 
 
-def property_text(center: np.ndarray, eps: float, label: int, other: int, n_out: int) -> str:
+def property_text(lower: np.ndarray, upper: np.ndarray, label: int, other: int, n_out: int) -> str:
     """A VNN-LIB 1.0 property: can output `other` reach output `label` in the box?"""
-    lines = [f"; Box of radius {eps!r}, {len(center)} inputs; unsafe where Y_{other} >= Y_{label}.", ""]
-    lines += [f"(declare-const X_{i} Real)" for i in range(len(center))]
+    lines = [f"; {len(lower)} inputs in a box; unsafe where Y_{other} >= Y_{label}.", ""]
+    lines += [f"(declare-const X_{i} Real)" for i in range(len(lower))]
     lines += [f"(declare-const Y_{i} Real)" for i in range(n_out)]
-    for i, value in enumerate(center):
-        lines += [f"(assert (>= X_{i} {value - eps:.9f}))", f"(assert (<= X_{i} {value + eps:.9f}))"]
+    for i, (low, high) in enumerate(zip(lower, upper, strict=True)):
+        lines += [f"(assert (>= X_{i} {low:.9f}))", f"(assert (<= X_{i} {high:.9f}))"]
     return "\n".join([*lines, f"(assert (<= Y_{label} Y_{other}))", ""])
 
 
@@ -181,7 +181,7 @@ def write(name: str, out: Path, seed: int) -> None:
     size = sum(int(np.prod(weight.dims)) for weight in onnx.load(path).graph.initializer)
     for kind, wanted, off in (("few", FEW, FEW_OFF), ("many", MANY, MANY_OFF)):
         eps, found = radius(share, wanted, off)
-        text = property_text(center, eps, label, other, network.n_out)
+        text = property_text(center - eps, center + eps, label, other, network.n_out)
         (out / f"{name}_{kind}.vnnlib").write_text(text)
         print(f"| {name} | {size / 1e6:.2f} M | {kind} | {eps:.6g} | {100 * found:.1f} % |", flush=True)
 
