@@ -21,6 +21,7 @@ from parverify.errors import UsageError
 METHODS = ("auto", "ibp", "crown-ibp", "crown", "alpha-crown", "beta-crown")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "float64")
+INTERMS = ("rows", "ibp")
 _SEE = "see docs/config.md for what is allowed"
 
 _UNITS = {"": 1, "b": 1}
@@ -54,9 +55,9 @@ def _option(
 def _check_value(section: Any, item: dataclasses.Field[Any]) -> None:
     """Raise `UsageError` unless the field's value has the declared type and is allowed."""
     value, kind = getattr(section, item.name), get_type_hints(type(section))[item.name]
-    if value is None and kind == (int | None):
+    if value is None and _optional(kind):
         return
-    if not _has_type(value, int if kind == (int | None) else kind):
+    if not _has_type(value, _optional(kind) or kind):
         raise UsageError(f"setting {item.name}: {value!r} is not of type {_type_name(kind)}", _SEE)
     choices, least, above = (item.metadata.get(key) for key in ("choices", "least", "above"))
     if choices and value not in choices:
@@ -67,6 +68,11 @@ def _check_value(section: Any, item: dataclasses.Field[Any]) -> None:
         raise UsageError(f"setting {item.name}: {value!r} is not a finite number > {above}", _SEE)
 
 
+def _optional(kind: Any) -> Any:
+    """The type X of `X | None`; None for another type."""
+    return next((plain for plain in (int, bool, str) if kind == (plain | None)), None)
+
+
 def _has_type(value: Any, kind: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
@@ -74,7 +80,7 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def _type_name(kind: Any) -> str:
-    return "int" if kind == (int | None) else kind.__name__
+    return str((_optional(kind) or kind).__name__)
 
 
 @dataclass(frozen=True)
@@ -152,14 +158,32 @@ class BoundsSettings(_Section):
     """[bounds]: bounding intermediate layers.
 
     Args:
-        tile: rows pushed backward at once; 0 takes what the memory allows.
+        tile: rows pushed backward at once; 0 takes what the memory allows, -1 all rows of a rank.
         intersect: intersect backward bounds with interval bounds.
         allowance: units in the last place by which bounds are widened for rounding; `run` uses at least 2.
     """
 
-    tile: int = _option(0, least=0)
+    tile: int = _option(0, least=-1)
     intersect: bool = _option(True)
     allowance: float = _option(2.0, least=0)
+
+
+@dataclass(frozen=True)
+class ParallelSettings(_Section):
+    """[parallel]: how the work is divided over ranks; see `parverify.strategy.directives.choose_strategy`.
+
+    Args:
+        nproc: ranks that are started on this machine.
+        strategy: a preset, or a file that ends in `.toml`; `auto` is `single` on one rank, else `fold`.
+        interm: bound neurons between the products of a tensor-parallel pair by rows or by intervals; None leaves it to
+            the strategy.
+        prefetch: bring the next weight while the present one is multiplied; None leaves it to the strategy.
+    """
+
+    nproc: int = _option(1, least=1)
+    strategy: str = _option("auto")
+    interm: str | None = _option(None, choices=INTERMS)
+    prefetch: bool | None = _option(None)
 
 
 @dataclass(frozen=True)
@@ -172,7 +196,7 @@ class Settings(_Section):
         dtype: floating-point type of the bounds.
         memory: budget in bytes, or None for what the machine has.
         seed: of every random choice.
-        alpha, beta, branching, attack, bounds: see the class of each.
+        alpha, beta, branching, attack, bounds, parallel: see the class of each.
 
     Raises:
         UsageError: if a value is not allowed.
@@ -188,9 +212,10 @@ class Settings(_Section):
     branching: BranchingSettings = BranchingSettings()
     attack: AttackSettings = AttackSettings()
     bounds: BoundsSettings = BoundsSettings()
+    parallel: ParallelSettings = ParallelSettings()
 
 
-SECTIONS = {"alpha", "beta", "branching", "attack", "bounds"}
+SECTIONS = {"alpha", "beta", "branching", "attack", "bounds", "parallel"}
 
 
 def keys() -> dict[str, Any]:
@@ -211,7 +236,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         UsageError: if the file can't be read, is no TOML, or holds an unknown key.
     """
     try:
-        document = _toml_loads(Path(path).read_text(encoding="utf-8"))
+        document = toml_loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"can't read the configuration {path}: {error.strerror or error}", "name a TOML file"
@@ -232,7 +257,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def _toml_loads(text: str) -> dict[str, Any]:
+def toml_loads(text: str) -> dict[str, Any]:
+    """The tables of a TOML text; raises `ValueError` for another."""
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
@@ -278,8 +304,13 @@ def _parse(value: str, kind: Any, *, source: str) -> Any:
     """The text `value` as the type `kind`."""
     if kind is str:
         return value
+    if _optional(kind) is not None and value == "none":
+        return None
     if kind == (int | None):
-        return None if value == "none" else parse_memory(value)
+        return parse_memory(value)
+    kind = _optional(kind) or kind
+    if kind is str:
+        return value
     if kind is bool:
         if value not in ("true", "false"):
             raise UsageError(f"{source}: {value!r} is neither true nor false", _SEE)

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from parverify.config import DEVICES, DTYPES, METHODS, Settings, parse_memory, resolve
+from parverify.config import DEVICES, DTYPES, INTERMS, METHODS, Settings, parse_memory, resolve
 from parverify.errors import UsageError
+from parverify.strategy.directives import choose_strategy
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -50,13 +51,16 @@ def timeout_option(function: Function) -> Function:
 
 
 def settings_options(methods: tuple[str, ...] = METHODS) -> Callable[[Function], Function]:
-    """--method, --device, --dtype, --memory, --seed, --config and --set, as keyword arguments of those names."""
+    """The options that are settings, --config and --set, as keyword arguments of those names."""
     options = [
         click.option("--method", type=click.Choice(methods), help="Strongest bounds used."),
         click.option("--device", type=click.Choice(DEVICES), help="Where tensors live."),
         click.option("--dtype", type=click.Choice(DTYPES), help="Floating-point type of the bounds."),
         click.option("--memory", type=Memory(), help="Budget such as 2GiB; without it what the machine has."),
         click.option("--seed", type=click.IntRange(min=0), help="Of every random choice."),
+        click.option("--nproc", type=click.IntRange(min=1), help="Ranks that are started on this machine."),
+        click.option("--strategy", metavar="NAME|FILE", help="How ranks share the work; see docs/strategies.md."),
+        click.option("--interm", type=click.Choice(INTERMS), help="Neurons within tensor-parallel pairs: by what."),
         click.option("--config", type=click.Path(), metavar="FILE", help="Settings in TOML; see docs/config.md."),
         click.option(
             "--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting; may be repeated."
@@ -85,4 +89,7 @@ def take_settings(options: dict[str, Any]) -> Settings:
     """
     file, assignments = options.pop("config"), options.pop("assignments")
     flags = {name: options.pop(name) for name in ("method", "device", "dtype", "memory", "seed")}
-    return resolve(file, assignments, flags)
+    flags |= {f"parallel.{name}": options.pop(name) for name in ("nproc", "strategy", "interm")}
+    settings = resolve(file, assignments, flags)
+    choose_strategy(settings.parallel, settings.parallel.nproc)  # what is wrong with it is said at once
+    return settings
