@@ -56,7 +56,8 @@ def compile_placement(graph: BoundGraph, strategy: Strategy, rank: int, size: in
     lowerings = {node.name: resident(node, _shape(graph, node)) for node in by.get("replicate", [])}
     lowerings |= {node.name: gathered(node, _shape(graph, node), rank, size) for node in by.get("gather", [])}
     # The ring needs a shard for every rank; smaller weights are streamed.
-    ring, small = [], []
+    ring: list[Node] = []
+    small: list[Node] = []
     for node in by.get("ring", []):
         (ring if len(parts(node, _shape(graph, node))) >= size else small).append(node)
     lowerings |= _streams(graph, [*by.get("stream", []), *small], rank, size, ahead=strategy.prefetch)
