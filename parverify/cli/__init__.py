@@ -20,6 +20,7 @@ from parverify.errors import ParverifyError, UsageError
 COMMANDS = {
     "run": "parverify.cli.run",
     "bounds": "parverify.cli.bounds",
+    "plan": "parverify.cli.plan",
     "supports": "parverify.cli.supports",
     "bench": "parverify.cli.bench",
 }

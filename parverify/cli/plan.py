@@ -1,0 +1,225 @@
+"""`parverify plan MODEL SPEC`: what every rank would hold, do and communicate for `bounds`, without doing it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import click
+
+from parverify.cli.bounds import METHODS
+from parverify.cli.files import check_files, keep_inputs
+from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
+from parverify.cli.work import Boundary
+from parverify.clock import Clock
+from parverify.config import Settings
+from parverify.errors import SpecError, UsageError
+from parverify.results import AtomicFile, to_json
+
+_UNSTABLE = 0.05
+
+
+@click.command(short_help="Show what every rank would hold, do and communicate, without running.")
+@click.argument("model")
+@click.argument("spec")
+@settings_options(METHODS)
+@click.option("--start", metavar="NODE", help="Show the sweep from rows on this node; the output without it.")
+@click.option(
+    "--unstable", type=click.FloatRange(0, 1), default=_UNSTABLE, show_default=True,
+    help="Share of a layer's neurons that get rows and slopes, for the predicted figures.",
+)  # fmt: skip
+@timeout_option
+@click.option("--json", "json_file", metavar="FILE", help="Where the plan goes as JSON; - for stdout instead of text.")
+@talk_options
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
+    """Show what `bounds` on MODEL (ONNX) and SPEC (VNN-LIB) would do on every rank, in this one process.
+
+    For each rank: the pieces of weights it holds, the steps of a sweep, the steps of its gradient; then a table of
+    predicted memory, communication and flops. Exit codes: 0 done, 2 usage, 12 timeout, 20 error, 21 network,
+    22 unsupported operator, 23 property, 24 memory.
+    """
+    started = ctx.obj.started if ctx.obj is not None else time.monotonic()
+    with Boundary(verbose=options["verbose"]) as boundary:
+        _plan(options, started)
+    if boundary.outcome is not None:
+        click.echo(f"{boundary.outcome.verdict}: {boundary.outcome.reason}", err=True)
+        ctx.exit(boundary.outcome.exit_code)
+
+
+def _plan(options: dict[str, Any], started: float) -> None:
+    model, spec, target = options["model"], options["spec"], options["json_file"]
+    keep_inputs((model, spec, options["config"]), {"--json": target})
+    file = None if target in (None, "-") else AtomicFile(target, option="--json")
+    if file is not None:
+        file.probe()
+    settings = take_settings(options)
+    if settings.method not in METHODS:
+        settings = replace(settings, method="crown")
+    check_files(model, spec)
+    clock = Clock(options["timeout"] or math.inf, started)
+    report = make_plan(model, spec, settings, clock, start=options["start"], unstable=options["unstable"])
+    if file is not None:
+        file.write(to_json(report))
+    if target == "-":
+        click.echo(to_json(report), nl=False)
+    elif not options["quiet"]:
+        click.echo("\n".join(plan_text(report)))
+
+
+def make_plan(
+    model: str, spec: str, settings: Settings, clock: Clock, *, start: str | None, unstable: float
+) -> dict[str, Any]:
+    """Load the network and the property, and compile and predict what every rank would do.
+
+    Args:
+        model, spec: the files.
+        settings: all of them.
+        clock: checked while loading and between ranks.
+        start: name of the node whose sweep is listed; None for the output.
+        unstable: assumed share of a layer's neurons that get rows and slopes.
+
+    Returns:
+        What `--json` holds.
+
+    Raises:
+        UsageError: no sweep starts from `start`, or the strategy does not fit.
+    """
+    from parverify.program.printer import gradient_lines, held_lines, sweep_lines
+    from parverify.program.steps import compile_sweep
+    from parverify.strategy.compile import compile_all, starts
+    from parverify.strategy.directives import choose_strategy
+
+    strategy = choose_strategy(settings.parallel, settings.parallel.nproc)
+    dry = DryRun(model, spec, settings, clock)
+    graph = dry.graph
+    first = graph.output if start is None else start
+    if first not in starts(graph):
+        raise UsageError(f"--start: no sweep starts from {first!r}; allowed: {', '.join(starts(graph))}")
+    ranks = []
+    for placement in compile_all(graph, strategy, settings.parallel.nproc):
+        clock.check("planning")
+        program = compile_sweep(graph, first, placement, one_hot=True)
+        holds = held_lines(graph, placement, dry.itemsize)
+        lines = {
+            "holds": holds,
+            "sweep": sweep_lines(graph, placement, program, dry.itemsize),
+            "gradient": gradient_lines(graph, placement, program, dry.itemsize),
+        }
+        ranks.append(
+            {
+                "rank": placement.rank,
+                "weight_bytes": sum(line.bytes or 0 for line in holds),
+                **{name: [asdict(line) for line in some] for name, some in lines.items()},
+                "predicted": dry.predict(placement, strategy.tile(settings.bounds.tile), unstable),
+            }
+        )
+    return {
+        "strategy": strategy.name,
+        "world_size": settings.parallel.nproc,
+        "method": settings.method,
+        "dtype": settings.dtype,
+        "start": first,
+        "unstable": unstable,
+        "ranks": ranks,
+    }
+
+
+class DryRun:
+    """What `bounds` would run on a network and a property, on tensors without data.
+
+    Args:
+        model, spec: the files.
+        settings: all of them.
+        clock: checked while loading.
+    """
+
+    def __init__(self, model: str, spec: str, settings: Settings, clock: Clock) -> None:
+        import torch
+
+        from parverify import api
+        from parverify.bounds.region import outward_box
+        from parverify.budget import make_budget
+        from parverify.progress import NullProgress
+
+        subject, query = api._load(model, spec, clock, NullProgress(), settings, None)
+        if all(part.empty_box for part in query):
+            raise SpecError("no input satisfies the property's input constraints, so there is no box to bound over")
+        lower, upper = query.hull()
+        self.graph, self._settings = subject.graph, settings
+        self._dtype = getattr(torch, settings.dtype)
+        self._region = outward_box(torch.from_numpy(lower), torch.from_numpy(upper), self._dtype, "cpu")
+        self.itemsize: int = self._dtype.itemsize
+        self._budget = make_budget(self.graph, memory=settings.memory, itemsize=self.itemsize)
+
+    def predict(self, placement: Any, tile: int, unstable: float) -> dict[str, Any]:
+        """Peak and resident bytes, collectives and flops of one rank.
+
+        Args:
+            placement: of the rank.
+            tile: rows in a tile; 0 for what the memory allows.
+            unstable: see `make_plan`.
+        """
+        from parverify import api
+        from parverify.bounds.alpha import AlphaOptions
+        from parverify.bounds.layers import BoundOptions
+        from parverify.ops.places import Counts
+        from parverify.program.cost import on_meta, predict
+
+        settings = self._settings
+        if settings.alpha.joint and placement.splits_rows:
+            raise UsageError("alpha.joint needs all rows on every rank", "use --strategy fsdp, tp or single")
+        alpha = AlphaOptions(settings.alpha.iterations, settings.alpha.lr)
+        tiles = self._budget.tile(tile)
+        options = BoundOptions(settings.method, alpha, tile=tiles, intersect=settings.bounds.intersect)
+        return predict(
+            self.graph,
+            placement,
+            lambda executor: api._bounded(executor, on_meta(self._region), options, settings, Clock()),
+            dtype=self._dtype,
+            counts=Counts(unstable),
+        )
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def plan_text(report: Mapping[str, Any]) -> list[str]:
+    """The plan as lines; a rank that does what rank 0 does says so."""
+    from parverify.program.printer import Line, size_text, written
+
+    lines = [f"strategy {report['strategy']}, {report['world_size']} ranks, {report['method']}, {report['dtype']}"]
+    first = report["ranks"][0]
+    for rank in report["ranks"]:
+        lines += ["", f"rank {rank['rank']} holds {size_text(rank['weight_bytes'])} of weights"]
+        lines += [f"  {line}" for line in written([Line(**line) for line in rank["holds"]])]
+        for name in ("sweep", "gradient"):
+            title = f"{name} of rows on {report['start']}" if name == "sweep" else "its gradient"
+            if rank is not first and rank[name] == first[name]:
+                lines += [f"rank {rank['rank']}, {title}: as on rank 0"]
+                continue
+            lines += [f"rank {rank['rank']}, {title}"]
+            lines += [f"  {line}" for line in written([Line(**line) for line in rank[name]])]
+    return [*lines, "", *_table(report)]
+
+
+def _table(report: Mapping[str, Any]) -> list[str]:
+    """Ranks and their predicted figures."""
+    from parverify.program.printer import size_text
+
+    used = sorted({name for rank in report["ranks"] for name in rank["predicted"]["collectives"]})
+    rows = [["rank", "resident", "peak", *used, "flops"]]
+    for rank in report["ranks"]:
+        figures = rank["predicted"]
+        moved = [figures["collectives"].get(name, {"calls": 0, "bytes": 0}) for name in used]
+        texts = [f"{size_text(one['bytes'])} in {one['calls']} calls" for one in moved]
+        sizes = [size_text(figures[key]) for key in ("resident_bytes", "peak_bytes")]
+        rows.append([str(rank["rank"]), *sizes, *texts, f"{figures['flops']:.3g}"])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    share = f"{100 * report['unstable']:g} %"
+    return [f"predicted for {report['method']} bounds with {share} of a layer's neurons in rows"] + [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    ]
