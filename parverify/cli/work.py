@@ -89,15 +89,11 @@ def rank_count(settings: Settings) -> int:
     Raises:
         UsageError: if torchrun has started some, and the settings want others.
     """
-    wanted = _nproc(settings)
+    wanted = settings.parallel.nproc
     here = place()
     if here is not None and wanted not in (1, here.size):
         raise UsageError(f"--nproc {wanted}, but torchrun has started {here.size} ranks", "leave --nproc away")
     return wanted if here is None else here.size
-
-
-def _nproc(settings: Settings) -> int:
-    return int(getattr(getattr(settings, "parallel", None), "nproc", 1))
 
 
 def work(request: Request) -> Outcome:
@@ -118,8 +114,8 @@ def _launch(request: Request) -> Outcome:
         import parverify.api  # noqa: F401  (ranks are forked from here: loaded once for all)
     from parverify.parallel.launch import launch
 
-    job = functools.partial(perform, request)
-    return launch(_nproc(request.settings), job, folder=request.folder, device=device, verbose=request.verbose)
+    job, nproc = functools.partial(perform, request), request.settings.parallel.nproc
+    return launch(nproc, job, folder=request.folder, device=device, verbose=request.verbose)
 
 
 def _take_part(request: Request, here: Place) -> Outcome:

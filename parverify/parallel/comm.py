@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -255,9 +256,14 @@ def _losing(name: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+        if type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
             raise
-        raise LostRankError(f"{name} failed, another rank is gone or does something else: {error}") from error
+        raise LostRankError(f"{name} failed, another rank is gone or does something else: {_brief(error)}") from error
+
+
+def _brief(error: RuntimeError) -> str:
+    """The first sentence, without the place in the backend's source that stands before it."""
+    return re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition(". ")[0]
 
 
 class _Works:

@@ -80,7 +80,7 @@ def join(
     try:
         dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=FOREVER)
         mesh = make_mesh(device, domain=domain, stage=stage)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # the latter where the environment says only a part
         raise LostRankError(f"rank {rank} does not find the other {size - 1}: {error}") from error
     return World(rank, size, axis_comm(mesh, "shard"), mesh)
 

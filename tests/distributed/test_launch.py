@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from parverify.cli.outcome import Outcome
-from parverify.errors import LostRankError, ModelError, OutOfTimeError
+from parverify.errors import LostRankError, ModelError, OutOfTimeError, ParverifyError
 from parverify.parallel import launch as launching
 from parverify.parallel.launch import Record, decide, loopback, read_records
-from parverify.parallel.world import World, join
+from parverify.parallel.world import World, alone, join, leave
 from tests.distributed.ranks import on_ranks, outcome_of
 
 Job = Callable[[World], Outcome]
@@ -228,6 +228,17 @@ def hostname_resolves_elsewhere(world: World) -> str:
 def test_gloo_is_bound_to_the_loopback_only_in_ranks() -> None:
     assert on_ranks(2, hostname_resolves_elsewhere) == [loopback()] * 2
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_rank_leaves_once() -> None:
+    def job(world: World) -> Outcome:
+        leave(world)
+        with pytest.raises(ParverifyError, match="left the world already"):
+            leave(world)
+        return Outcome.error("it has left")  # a verdict would be followed by a barrier
+
+    assert outcome_of(2, job).reason.endswith(": it has left")
+    leave(alone())
 
 
 # --- who decides ------------------------------------------------------------------------------------------------------
