@@ -60,6 +60,13 @@ def joint_bounds(
             ascend(lower, leaves, adam)
     if best is None:
         raise ValueError("at least one evaluation is needed")
+    if not executor.splits_rows:
+        replicated = {
+            f"{what} in rows of {start}": tensor
+            for start, group in alphas.items()
+            for what, tensor in executor.replicated(group).items()
+        }
+        executor.agree({f"bounds of {graph.output}": torch.cat(best), **replicated})
     shape = (1, *graph[graph.output].shape)
     relaxed = Relaxations(crown.relaxed.magnitudes)
     relaxed.update({node.name: executor.relax(node, [boxes[name] for name in node.inputs]) for node in graph.nonlinear})
