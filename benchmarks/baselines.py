@@ -34,7 +34,7 @@ from parverify.bounds.alpha import AlphaOptions
 from parverify.bounds.layers import BoundOptions
 from parverify.frontend.vnnlib import read_query
 from parverify.graph.ir import BoundGraph, Node
-from parverify.ops.weighted import Piece, piece_of, whole
+from parverify.ops.weighted import piece_of, whole
 from parverify.parallel.meter import MemoryMeter
 from parverify.program.executor import Executor
 from parverify.program.steps import weighted_nodes
@@ -169,11 +169,10 @@ class OffloadExecutor(Executor):
     """One process whose weights are on the host."""
 
     def __init__(self, graph: BoundGraph) -> None:
-        host: dict[tuple[str, Piece], Tensor] = {}
-        for node in weighted_nodes(graph):
-            name = node.consts["weight"]
-            host[name, piece_of(node, whole(node))] = graph.constants[name].value.detach()
-        super().__init__(graph, held=host)
+        super().__init__(graph)
+        names = {node.consts["weight"]: node for node in weighted_nodes(self.graph)}
+        host = {(name, piece_of(node, whole(node))): self._constants.pop(name) for name, node in names.items()}
+        self._divided = set(names)  # nothing but products reaches them
         self.weights = HostWeights(self.graph, self.placement, host, self.comm)
 
 
