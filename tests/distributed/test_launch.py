@@ -241,6 +241,18 @@ def test_a_rank_leaves_once() -> None:
     leave(alone())
 
 
+def answer(world: World) -> Outcome:
+    """A job that can be pickled."""
+    return Outcome("unsat", stats={"size": world.size})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are enough devices")
+def test_ranks_for_an_accelerator_are_started_anew_and_need_one_each() -> None:
+    outcome = outcome_of(2, answer, device="cuda")
+    assert outcome.exit_code == 2 and "has no device of its own" in outcome.reason
+
+
 # --- who decides ------------------------------------------------------------------------------------------------------
 
 
