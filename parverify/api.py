@@ -24,14 +24,19 @@ from parverify.bounds.region import BallRegion, BoxRegion, Region, outward_box
 from parverify.budget import make_budget
 from parverify.clock import Clock
 from parverify.config import METHODS, Settings, make_settings
-from parverify.errors import OutOfTimeError, SpecError, UsageError
+from parverify.errors import OutOfTimeError, ParverifyError, SpecError, UsageError
 from parverify.frontend.query import Query
 from parverify.graph.ir import BoundGraph
 from parverify.graph.trace import trace
 from parverify.ops.kernel import Box
+from parverify.ops.places import Counts, counting
 from parverify.ops.rounding import ULPS, allowance
+from parverify.parallel.comm import Comm
+from parverify.parallel.shared import from_first, from_rank, shared_clock
+from parverify.parallel.world import World
+from parverify.program.division import Division, divide
 from parverify.program.executor import Executor
-from parverify.program.rows import Dense, Rows, both_signs, tiles
+from parverify.program.rows import Dense, Rows, both_signs
 from parverify.progress import NullProgress, Progress
 from parverify.verdict import Result, Verdict
 from parverify.verifier import Subject, Verifier
@@ -52,6 +57,7 @@ def verify(
     clock: Clock | None = None,
     progress: Progress | None = None,
     input_shape: Sequence[int] | None = None,
+    world: World | None = None,
     **options: Any,
 ) -> Result:
     """Decide whether the unsafe region of `spec` can be reached.
@@ -64,6 +70,8 @@ def verify(
         clock: the deadline.
         progress: who is told about the run.
         input_shape: of one instance, for a torch module; default (1, n_in).
+        world: the ranks that work on it together; all of them call this with the same arguments, and only rank 0 reads
+            the files. None for one process.
         **options: single settings by dotted key with `__` for the dot, such as `alpha__iterations=50`,
             `method="crown"`.
 
@@ -74,10 +82,11 @@ def verify(
         ParverifyError: the network, the property or a setting can't be used. Running out of time is a verdict.
     """
     settings = _with(settings, options)
-    clock = clock or Clock(float("inf") if timeout is None else float(timeout))
-    progress = progress or NullProgress()
+    own = clock or Clock(float("inf") if timeout is None else float(timeout))
+    progress, world = progress or NullProgress(), world or World()
     try:
-        subject, query = _load(model, spec, clock, progress, settings, input_shape)
+        subject, query = _shared(world, settings, lambda: _load(model, spec, own, progress, settings, input_shape))
+        clock = shared_clock(own, world.comm)
         if not any(not part.empty_box for part in query):
             return Result(Verdict.UNSAT, reason="the unsafe region is empty")
         with allowance(max(ULPS, settings.bounds.allowance)):
@@ -150,7 +159,40 @@ def _load(
         gap = rounding_gap(network, sample_points(lower, upper, seed=settings.seed + 1))
     clock.check("loading")
     graph = trace(network.module, network.input_shape, dtype=network.dtype)
-    return Subject(graph, network.replay, network.dtype, gap), query
+    return Subject(Division.whole(graph), network.replay, network.dtype, gap), query
+
+
+def _shared(world: World, settings: Settings, load: Callable[[], tuple[Subject, Query]]) -> tuple[Subject, Query]:
+    """What rank 0 has loaded, divided over the ranks; the others get their share and ask rank 0 for replays."""
+    if world.size == 1:
+        return load()
+    from parverify.strategy.compile import compile_all, compile_placement
+    from parverify.strategy.directives import choose_strategy
+
+    chosen, comm = choose_strategy(settings.parallel, world.size), world.comm
+    loaded = load() if world.rank == 0 else None
+    graph = None if loaded is None else loaded[0].graph
+    network = divide(graph, lambda skeleton, rank, size: compile_placement(skeleton, chosen, rank, size), comm)
+    compile_all(network.graph, chosen, world.size)
+    rest = from_first(comm, lambda: None if loaded is None else (loaded[0].input_dtype, loaded[0].gap, loaded[1]))
+    if rest is None:
+        raise ParverifyError("rank 0 has loaded nothing")
+    replay = None if loaded is None else loaded[0].replay
+    return Subject(network, _shared_replay(replay, comm), rest[0], rest[1]), rest[2]
+
+
+def _shared_replay(replay: Callable[[np.ndarray], np.ndarray] | None, comm: Comm) -> Callable[[np.ndarray], np.ndarray]:
+    """Replays on rank 0, whose results all ranks see."""
+
+    def shared(x: np.ndarray) -> np.ndarray:
+        def make() -> np.ndarray:
+            if replay is None:
+                raise ParverifyError("only rank 0 has the original network")
+            return replay(x)
+
+        return from_first(comm, make)
+
+    return shared
 
 
 def _read(read: Callable[..., Query], path: Path, n_in: int, n_out: int, clock: Clock) -> Query:
@@ -174,7 +216,7 @@ def _module_subject(module: nn.Module, query: Query, input_shape: Sequence[int] 
         with torch.no_grad():
             return module(point.to(next(iter(tensors)).device if tensors else "cpu")).double().cpu().numpy().ravel()
 
-    return Subject(graph, replay, dtype, _module_gap(graph, replay, dtype, query))
+    return Subject(Division.whole(graph), replay, dtype, _module_gap(graph, replay, dtype, query))
 
 
 def _module_gap(
@@ -334,13 +376,16 @@ def _output_bounds(
     else:
         rows = _functionals(C.to(executor.device, executor.dtype), domains, output.shape)
     alpha = options.alpha if options.method == "alpha-crown" else AlphaOptions(iterations=0)
-    parts = []
-    for part in tiles(len(rows), options.tile):
+
+    def bound(part: slice) -> Tensor:
+        some = rows.take(part)
         if torch.is_grad_enabled():
-            parts.append(executor.sweep(output.name, rows.take(part), found.relaxed, region).lower)
-        else:
-            parts.append(optimize(executor, output.name, rows.take(part), found.relaxed, region, options=alpha))
-    low, high = torch.cat(parts).chunk(2)
+            return executor.sweep(output.name, some, found.relaxed, region).lower
+        return optimize(
+            executor, output.name, some, found.relaxed, region, options=alpha, replicated=not executor.splits_rows
+        )
+
+    low, high = executor.deal(len(rows), options.tile, bound).chunk(2)
     low, high = low.reshape(domains, -1), -high.reshape(domains, -1)
     if options.intersect:
         box = _interval_rows(found.intervals[output.name], C)
@@ -371,16 +416,22 @@ def _interval_rows(box: Box, C: Tensor | None) -> Box:
 # --- the command `bounds` ---------------------------------------------------------------------------------------------
 
 
-def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, clock: Clock) -> dict[str, Any]:
+def bounds_report(
+    model: str | Path, spec: str | Path, *, settings: Settings, clock: Clock, world: World | None = None
+) -> dict[str, Any]:
     """Bounds of the outputs over the property's input box, with what they cost: the JSON of `parverify bounds`."""
-    subject, query = _load(model, spec, clock, NullProgress(), settings, None)
+    world = world or World()
+    subject, query = _shared(world, settings, lambda: _load(model, spec, clock, NullProgress(), settings, None))
     dtype = getattr(torch, settings.dtype)
-    executor = Executor(subject.graph, dtype=dtype, device=settings.device)
+    executor = subject.network.executor(dtype=dtype, device=settings.device)
     if all(part.empty_box for part in query):
         raise SpecError("no input satisfies the property's input constraints, so there is no box to bound over")
+    if settings.alpha.joint and executor.splits_rows:
+        raise UsageError("alpha.joint needs all rows on every rank", "use --strategy fsdp, tp or single")
     lower, upper = query.hull()
     region = outward_box(torch.from_numpy(lower), torch.from_numpy(upper), dtype, settings.device)
-    budget = make_budget(subject.graph, memory=settings.memory, itemsize=torch.finfo(dtype).bits // 8)
+    itemsize = torch.finfo(dtype).bits // 8
+    budget = from_first(world.comm, lambda: make_budget(subject.graph, memory=settings.memory, itemsize=itemsize))
     options = BoundOptions(
         settings.method,
         AlphaOptions(settings.alpha.iterations, settings.alpha.lr),
@@ -389,27 +440,56 @@ def bounds_report(model: str | Path, spec: str | Path, *, settings: Settings, cl
     )
     from parverify.parallel.meter import MemoryMeter
 
+    world.comm.meter.clear()
     started = time.monotonic()
-    with torch.no_grad(), allowance(settings.bounds.allowance), MemoryMeter(executor.resident()) as meter:
-        if settings.alpha.joint and settings.method == "alpha-crown":
-            found, (low, high) = joint_bounds(executor, region, options, clock=clock)
-        else:
-            found = bound_layers(executor, region, options, clock=clock)
-            low, high = _output_bounds(executor, region, found, options, None)
+    with allowance(settings.bounds.allowance), counting(Counts()) as counts, MemoryMeter(executor.resident()) as meter:
+        found, (low, high) = _bounded(executor, region, options, settings, clock)
     seconds = time.monotonic() - started
+    collectives = world.comm.meter.figures()
+    boxes = {**found.boxes, "the output": (low, high)}
+    executor.agree({f"{side} bounds of {name}": box[i] for name, box in boxes.items() for i, side in enumerate(SIDES)})
     layers = [_layer(subject.graph, name, box) for name, box in found.boxes.items()]
+    from parverify.program.cost import on_meta, predict
+
+    predicted = predict(
+        subject.graph,
+        executor.placement,
+        lambda dry: _bounded(dry, on_meta(region), options, settings, Clock()),
+        dtype=dtype,
+        counts=counts,
+    )
+    figures = {
+        "peak_bytes": meter.peak_bytes,
+        "resident_bytes": executor.resident_bytes(),
+        "collectives": collectives,
+        "predicted": predicted,
+    }
     return {
         "method": settings.method,
-        "strategy": "single",
-        "world_size": 1,
+        "strategy": executor.placement.strategy,
+        "world_size": world.size,
         "dtype": settings.dtype,
         "lower": low.flatten().tolist(),
         "upper": high.flatten().tolist(),
         "layers": layers,
-        "digest": digest([*(box for box in found.boxes.values()), (low, high)]),
+        "digest": digest(boxes.values()),
         "seconds": seconds,
-        "ranks": [{"peak_bytes": meter.peak_bytes, "resident_bytes": executor.resident_bytes(), "collectives": {}}],
+        "ranks": [from_rank(world.comm, rank, figures) for rank in range(world.size)],
     }
+
+
+SIDES = ("lower", "upper")
+
+
+def _bounded(
+    executor: Executor, region: Region, options: BoundOptions, settings: Settings, clock: Clock
+) -> tuple[LayerBounds, Box]:
+    """Layer and output bounds; what a dry run repeats."""
+    with torch.no_grad():
+        if settings.alpha.joint and settings.method == "alpha-crown":
+            return joint_bounds(executor, region, options, clock=clock)
+        found = bound_layers(executor, region, options, clock=clock)
+        return found, _output_bounds(executor, region, found, options, None)
 
 
 def _layer(graph: BoundGraph, name: str, box: Box) -> dict[str, Any]:

@@ -30,12 +30,16 @@ class Clock:
         """Seconds since the start."""
         return time.monotonic() - self.started
 
+    def now(self) -> float:
+        """Seconds since the start, for decisions; ranks that work together see the same."""
+        return self.elapsed
+
     @property
     def left(self) -> float:
-        """Seconds until the deadline; negative once it has passed."""
-        return self.timeout - self.elapsed
+        """Seconds until the deadline by `now`; negative once it has passed."""
+        return math.inf if math.isinf(self.timeout) else self.timeout - self.now()
 
     def check(self, phase: str) -> None:
         """Raise `OutOfTimeError` naming `phase` once the deadline has passed."""
-        if self.left <= 0:
+        if self.elapsed >= self.timeout:
             raise OutOfTimeError(f"out of time while {phase}")

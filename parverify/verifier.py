@@ -32,6 +32,8 @@ from parverify.config import Settings
 from parverify.errors import OutOfTimeError
 from parverify.frontend.query import Query
 from parverify.graph.ir import BoundGraph
+from parverify.parallel.shared import from_first
+from parverify.program.division import Division
 from parverify.progress import Progress
 from parverify.verdict import Result, Verdict, Witness
 
@@ -46,16 +48,21 @@ class Subject:
     """What is verified.
 
     Args:
-        graph: the network.
+        network: this rank's share of the network.
         replay: the original, (n_in,) float64 -> (n_out,) float64.
         input_dtype: of the original's input.
         gap: the largest difference seen between original and exact outputs.
     """
 
-    graph: BoundGraph
+    network: Division
     replay: Any
     input_dtype: torch.dtype
     gap: float = 0.0
+
+    @property
+    def graph(self) -> BoundGraph:
+        """The network's graph."""
+        return self.network.graph
 
 
 @dataclass
@@ -83,10 +90,13 @@ class Verifier:
         self._clock, self._progress = clock, progress
         dtype = getattr(torch, settings.dtype)
         self._problem = build(
-            subject.graph, query, dtype=dtype, device=settings.device, gap=ROUNDING_SAFETY * subject.gap
+            subject.network, query, dtype=dtype, device=settings.device, gap=ROUNDING_SAFETY * subject.gap
         )
         self._executor = self._problem.executor
-        self._budget: Budget = make_budget(subject.graph, memory=settings.memory, itemsize=torch.finfo(dtype).bits // 8)
+        itemsize = torch.finfo(dtype).bits // 8
+        self._budget: Budget = from_first(
+            subject.network.comm, lambda: make_budget(subject.graph, memory=settings.memory, itemsize=itemsize)
+        )
         self._witnesses = WitnessSearch(
             self._forward,
             subject.replay,
@@ -203,10 +213,10 @@ class Verifier:
         for boxes in torch.unique(box_of).split(self._box_chunk()):
             parts = self._state.open[torch.isin(box_of, boxes)]
             with torch.no_grad():
-                started = time.monotonic()
+                started = self._clock.now()
                 found = bound_layers(self._executor, select(self._problem.boxes, boxes), options, clock=self._clock)
                 if method == "crown" and len(boxes) == 1:
-                    self._crown = (int(boxes[0]), found, time.monotonic() - started)
+                    self._crown = (int(boxes[0]), found, self._clock.now() - started)
                 if method == "ibp":
                     kept.append(self._close_by_interval(found, boxes, parts))
                 else:
@@ -336,7 +346,7 @@ class Verifier:
             return ""
         self._progress.log(f"alpha-crown: {len(parts)} disjuncts open")
         beta, settings = self._settings.beta, self._settings.branching
-        decider = LeafDecider(self._problem, region, self._confirm, self._clock)
+        decider = LeafDecider(self._problem, self._subject.network, region, self._confirm, self._clock, self._progress)
         space = ActivationSpace(
             self._problem,
             region,
@@ -379,11 +389,11 @@ class Verifier:
     def _crown_layers(self, boxes: Tensor) -> LayerBounds:
         """CROWN bounds of one box's layers, those of the rung before where they are still there."""
         if self._crown is None or self._crown[0] != int(boxes[0]):
-            started = time.monotonic()
+            started = self._clock.now()
             found = bound_layers(
                 self._executor, select(self._problem.boxes, boxes), self._options("crown"), clock=self._clock
             )
-            self._crown = (int(boxes[0]), found, time.monotonic() - started)
+            self._crown = (int(boxes[0]), found, self._clock.now() - started)
         return self._crown[1]
 
     def _affordable(self, crown: LayerBounds, options: BoundOptions) -> int:
@@ -416,9 +426,9 @@ class _Watch:
     """Says when input splits should be given up: after a while, hardly anything closes and the pool only grows."""
 
     def __init__(self, clock: Clock) -> None:
-        self._started = time.monotonic()
+        self._clock, self._started = clock, clock.now()
         self._patience = 10.0 if math.isinf(clock.left) else max(2.0, 0.25 * clock.left)
 
     def __call__(self, state: Search) -> bool:
-        late = time.monotonic() - self._started > self._patience
+        late = self._clock.now() - self._started > self._patience
         return late and state.bounded > 64 and state.closed < 0.1 * state.bounded

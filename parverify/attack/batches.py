@@ -7,7 +7,6 @@ memory halves the size and goes on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,12 +40,12 @@ class Budget:
     @classmethod
     def of(cls, clock: Clock, seconds: float) -> Budget:
         """`seconds` from now, or what the clock has left if that is less."""
-        return cls(clock, time.monotonic() + seconds)
+        return cls(clock, clock.now() + seconds)
 
     @property
     def left(self) -> float:
         """Seconds left; negative once over."""
-        return min(self.until - time.monotonic(), self.clock.left)
+        return min(self.until - self.clock.now(), self.clock.left)
 
     @property
     def over(self) -> bool:
@@ -55,7 +54,7 @@ class Budget:
 
     def share(self, part: float) -> Budget:
         """A part (0 to 1) of what is left."""
-        return Budget(self.clock, time.monotonic() + part * self.left)
+        return Budget(self.clock, self.clock.now() + part * self.left)
 
 
 class _Work(TorchDispatchMode):

@@ -7,7 +7,6 @@ confirmed by replay, and otherwise says why not.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -137,11 +136,11 @@ def search(
     pool = Pool(memory=memory, pad=space.pad) if pool is None else pool  # type: ignore[arg-type]
     pool.push(roots)
     state = Search() if state is None else state
-    started = time.monotonic()
+    started = clock.now()
     while len(pool):
         clock.check("searching")
         domains = pool.pop(max(1, batch.size // 2))
-        began = time.monotonic()
+        began = clock.now()
         try:
             children, stuck = space.split(domains, batch.size)
             bounded = space.bound(children) if len(children) else Bounded(children, 0)
@@ -163,9 +162,9 @@ def search(
         if state.witness is not None:
             break
         pool.push(bounded.domains)
-        batch.adapt(len(children), time.monotonic() - began)
+        batch.adapt(len(children), clock.now() - began)
         state.open, state.worst, state.spilled = len(pool), pool.worst, pool.spilled
-        rate = state.bounded / max(time.monotonic() - started, 1e-9)
+        rate = state.bounded / max(clock.now() - started, 1e-9)
         progress.update(open=state.open, closed=state.closed, worst=state.worst, rate=rate, left=clock.left)
         if pause is not None and len(pool) and pause(state):
             return state, pool

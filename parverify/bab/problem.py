@@ -17,6 +17,7 @@ from parverify.bounds.region import BoxRegion, outward_box
 from parverify.errors import SpecError
 from parverify.frontend.query import Query
 from parverify.graph.ir import BoundGraph, Node, check
+from parverify.program.division import Division
 from parverify.program.executor import Executor
 from parverify.program.rows import Dense
 
@@ -94,23 +95,24 @@ class Problem:
         return proved.any(1) & ~self.trivial[part]
 
 
-def build(graph: BoundGraph, query: Query, *, dtype: torch.dtype, device: str, gap: float = 0.0) -> Problem:
-    """The problem of `query` over `graph`.
+def build(network: Division, query: Query, *, dtype: torch.dtype, device: str, gap: float = 0.0) -> Problem:
+    """The problem of `query` over a network.
 
     Args:
-        graph: of the network.
+        network: this rank's share of it.
         query: with flat sizes equal to the network's.
         dtype, device: of the bounds.
         gap: how much an output of the original network may differ from the real-valued one by rounding; a row must
             exceed what it needs by its share of this.
     """
+    graph = network.graph
     sizes = graph.input.numel, graph[graph.output].numel
     if sizes != (query.n_in, query.n_out):
         raise SpecError(
             f"the property has {query.n_in} inputs and {query.n_out} outputs, the network has {sizes[0]} and {sizes[1]}"
         )
     joint = any(part.C_x is not None for part in query)
-    executor = Executor(with_input(graph) if joint else graph, dtype=dtype, device=device)
+    executor = network.executor(graph=with_input(graph) if joint else graph, dtype=dtype, device=device)
     lowers, uppers, box_of = _boxes(query)
     region = outward_box(torch.from_numpy(lowers), torch.from_numpy(uppers), dtype, device)
     width = max([len(part.d) for part in query] + [1])

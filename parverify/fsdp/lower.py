@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from parverify.graph.ir import Node
 from parverify.ops.weighted import Piece, parts
-from parverify.program.steps import Free, Gather, Lowering, Wait, products
+from parverify.program.steps import Free, Gather, Inner, Lowering, Wait, products
 
 
 def gathered(node: Node, weight_shape: Sequence[int], rank: int, size: int) -> Lowering:
@@ -24,8 +24,9 @@ def gathered(node: Node, weight_shape: Sequence[int], rank: int, size: int) -> L
     rows = -(-weight_shape[0] // size)
     mine = (min(rank * rows, weight_shape[0]), min((rank + 1) * rows, weight_shape[0]))
     some = parts(node, weight_shape)
-    before, behind = (Gather(node.name), Wait(node.name)), (Free(node.name),)
-    push = (*before, *products(node, "push", some), *behind)
-    pull = (*before, *products(node, "pull", some), *behind)
-    pick = (*before, *products(node, "pick", some), *behind)
-    return Lowering((Piece(mine, (0, weight_shape[1])),), push, pull, pick, pull, push)
+
+    def steps(kind: str) -> tuple[Inner, ...]:
+        return (Gather(node.name), Wait(node.name), *products(node, kind, some), Free(node.name))
+
+    push, pull = steps("push"), steps("pull")
+    return Lowering((Piece(mine, (0, weight_shape[1])),), push, pull, steps("pick"), pull, push)

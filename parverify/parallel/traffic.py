@@ -23,13 +23,13 @@ class CommMeter:
 
     def __init__(self) -> None:
         self._figures: dict[str, _Figure] = {}
-        self._factor = 1
+        self.factor = 1  # how often what is recorded counts
 
     def record(self, name: str, nbytes: int) -> None:
         """Count one call that receives `nbytes`."""
         figure = self._figures.setdefault(name, _Figure())
-        figure.calls += self._factor
-        figure.bytes += self._factor * nbytes
+        figure.calls += self.factor
+        figure.bytes += self.factor * nbytes
 
     def spend(self, name: str, seconds: float) -> None:
         """Count time for which the rank was blocked in a call, or in the wait for it."""
@@ -38,11 +38,11 @@ class CommMeter:
     @contextlib.contextmanager
     def times(self, factor: int) -> Iterator[None]:
         """Count everything recorded inside `factor` times; for a dry run of a loop whose rounds are all alike."""
-        previous, self._factor = self._factor, self._factor * factor
+        previous, self.factor = self.factor, self.factor * factor
         try:
             yield
         finally:
-            self._factor = previous
+            self.factor = previous
 
     def figures(self) -> dict[str, dict[str, float]]:
         """name -> `calls`, `bytes`, `seconds`, sorted by name."""

@@ -33,6 +33,7 @@ from parverify.program.steps import (
     Relax,
     Total,
     compile_sweep,
+    divided_constants,
     single,
     weighted_nodes,
 )
@@ -121,7 +122,7 @@ class Executor:
         self.comm: Comm = Alone() if comm is None else comm
         self.placement = single(self.graph) if placement is None else placement
         held = {} if held is None else held
-        divided = {name for name, _ in held}
+        divided = set(divided_constants(self.graph)) if self.placement.size > 1 else set()
         memo: dict[int, Tensor] = {}
         self._constants = {
             name: (const.live(memo) if live else const.value.detach()).to(self.device, dtype)

@@ -247,6 +247,16 @@ def weighted_nodes(graph: BoundGraph) -> tuple[Node, ...]:
     return tuple(node for node in graph.nodes if node.op in WEIGHTED)
 
 
+def divided_constants(graph: BoundGraph) -> tuple[str, ...]:
+    """Names of the constants that can be divided: those that are nothing but weights of weighted nodes."""
+    weights = {node.consts["weight"]: None for node in weighted_nodes(graph)}
+    for node in graph.nodes:
+        for role, name in node.consts.items():
+            if role != "weight" or "weight" not in node.consts or node.consts["weight"] not in weights:
+                weights.pop(name, None)
+    return tuple(weights)
+
+
 def single(graph: BoundGraph) -> Placement:
     """One process: everything is resident."""
     lowerings = {

@@ -20,6 +20,7 @@ from parverify.bounds.region import select
 from parverify.clock import Clock
 from parverify.frontend.query import Disjunct, Query
 from parverify.graph.trace import trace
+from parverify.program.division import Division
 from parverify.program.executor import Executor
 from parverify.verdict import Witness
 
@@ -224,7 +225,7 @@ def permuted(case: Case, seed: int) -> Case:
 
 def problem_of(module: nn.Module, query: Query, dtype: torch.dtype = torch.float32) -> Problem:
     """The query over the module, ready for branch and bound."""
-    return build(trace(module, (1, query.n_in)), query, dtype=dtype, device="cpu")
+    return build(Division.whole(trace(module, (1, query.n_in))), query, dtype=dtype, device="cpu")
 
 
 def nothing(points: Tensor, parts: Tensor) -> Witness | None:
@@ -242,7 +243,7 @@ def activation_space(problem: Problem, box: int = 0, *, iterations: int = 5, lea
     region = select(problem.boxes, torch.tensor([box]))
     with torch.no_grad():
         found = bound_layers(problem.executor, region, BoundOptions("crown"))
-    decider = LeafDecider(problem, region, nothing, Clock())
+    decider = LeafDecider(problem, Division.whole(problem.executor.graph), region, nothing, Clock(), NullProgress())
     decide = decider if leaves and problem.executor.graph.piecewise_linear else None
     return ActivationSpace(
         problem, region, found, BetaOptions(iterations), clock=Clock(), confirm=nothing, decide=decide

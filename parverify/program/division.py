@@ -1,0 +1,144 @@
+"""A graph divided over the ranks of a group: who holds which piece of which weight.
+
+Rank 0 alone has read the network. It sends the others the graph without the entries of its weights, and then, weight by
+weight and piece by piece, what each rank is to keep; so no other rank ever holds more than its own pieces. One process
+is a group of one that keeps everything.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from parverify.errors import ParverifyError
+from parverify.graph.ir import BoundGraph, Const, check
+from parverify.ops.weighted import Piece
+from parverify.parallel.comm import Alone, Comm
+from parverify.program.executor import Executor
+from parverify.program.steps import Placement, divided_constants, single, weighted_nodes
+
+Compile = Callable[[BoundGraph, int, int], Placement]
+"""(graph, rank, size) -> what the strategy makes of the graph there; reads shapes of constants only."""
+
+Held = dict[tuple[str, Piece], Tensor]
+
+
+@dataclass(frozen=True)
+class Division:
+    """One rank's share of a network.
+
+    Args:
+        graph: the network; without the entries of weights that are divided.
+        placement: what this rank does.
+        held: (weight constant, piece) -> tensor, of the weights that are divided.
+        comm: the group.
+        placements: of all ranks, in order.
+    """
+
+    graph: BoundGraph
+    placement: Placement
+    held: Mapping[tuple[str, Piece], Tensor] = field(default_factory=dict)
+    comm: Comm = field(default_factory=Alone)
+    placements: tuple[Placement, ...] = ()
+
+    @staticmethod
+    def whole(graph: BoundGraph) -> Division:
+        """One process that holds everything."""
+        placement = single(graph)
+        return Division(graph, placement, placements=(placement,))
+
+    def executor(
+        self, *, graph: BoundGraph | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Executor:
+        """This rank's executor.
+
+        Args:
+            graph: the network with nodes added that have no weights; None for the network itself.
+            dtype, device: of the bounds.
+        """
+        return Executor(
+            self.graph if graph is None else graph,
+            dtype=dtype,
+            device=device,
+            placement=self.placement,
+            held=self.held,
+            comm=self.comm,
+        )
+
+    def assembled(self, graph: BoundGraph | None = None) -> BoundGraph | None:
+        """The network with all weights whole, on rank 0; None on the others, which all must call it too."""
+        graph = self.graph if graph is None else graph
+        values: dict[str, Tensor] = {}
+        for name, piece, owner in _pieces(self.graph, self.placements):
+            shape = piece.shape(tuple(graph.constants[name].value.shape))
+            if self.comm.rank == 0:
+                like = next(iter(self.held.values()))
+                tensor = self.held[name, piece] if owner == 0 else torch.empty(shape, dtype=like.dtype)
+                if owner:
+                    self.comm.recv(tensor, owner).wait()
+                whole = values.setdefault(name, torch.empty(graph.constants[name].value.shape, dtype=tensor.dtype))
+                piece.of(whole).copy_(tensor)
+            elif owner == self.comm.rank:
+                self.comm.send(self.held[name, piece], 0).wait()
+        if self.comm.rank:
+            return None
+        return replace(graph, constants={**graph.constants, **{name: Const(value) for name, value in values.items()}})
+
+
+def divide(graph: BoundGraph | None, compile_for: Compile, comm: Comm) -> Division:
+    """Divide a graph over the ranks of a group; all of them call this.
+
+    Args:
+        graph: the network on rank 0; None on the others. Its constants are not changed, so that rank 0 keeps less only
+            once nobody else holds the graph.
+        compile_for: the strategy.
+        comm: the group.
+    """
+    if comm.size == 1:
+        if graph is None:
+            raise ParverifyError("a group of one has nobody to get the network from")
+        placement = compile_for(graph, 0, 1)
+        return Division(graph, placement, {}, comm, (placement,))
+    sent = None if graph is None else pickle.dumps(_skeleton(graph))
+    skeleton: BoundGraph = check(pickle.loads(comm.broadcast_bytes(sent, 0)))  # from our own rank 0
+    placements = tuple(compile_for(skeleton, rank, comm.size) for rank in range(comm.size))
+    held: Held = {}
+    dtype = skeleton.constants[divided_constants(skeleton)[0]].value.dtype if divided_constants(skeleton) else None
+    for name, piece, owner in _pieces(skeleton, placements):
+        if graph is not None:
+            tensor = piece.of(graph.constants[name].value.detach()).contiguous().clone()
+            if owner == 0:
+                held[name, piece] = tensor
+            else:
+                comm.send(tensor, owner).wait()
+        elif owner == comm.rank:
+            tensor = torch.empty(piece.shape(tuple(skeleton.constants[name].value.shape)), dtype=dtype)
+            comm.recv(tensor, 0).wait()
+            held[name, piece] = tensor
+    return Division(skeleton, placements[comm.rank], held, comm, placements)
+
+
+def _skeleton(graph: BoundGraph) -> BoundGraph:
+    """The graph with nothing but shapes of the weights that are divided."""
+    divided = set(divided_constants(graph))
+    constants = {
+        name: Const(const.value.detach().to("meta") if name in divided else const.value.detach())
+        for name, const in graph.constants.items()
+    }
+    return BoundGraph(graph.nodes, graph.output, constants)
+
+
+def _pieces(graph: BoundGraph, placements: tuple[Placement, ...]) -> Iterator[tuple[str, Piece, int]]:
+    """Every (weight constant, piece, rank that holds it), in one order on all ranks."""
+    divided, seen = set(divided_constants(graph)), set()
+    for node in weighted_nodes(graph):
+        name = node.consts["weight"]
+        for rank, placement in enumerate(placements):
+            for piece in placement.lowerings[node.name].held:
+                if name in divided and (name, piece, rank) not in seen:
+                    seen.add((name, piece, rank))
+                    yield name, piece, rank

@@ -1,0 +1,169 @@
+"""Bounds divided over ranks: equal to one process's, bit for bit or to a tolerance; cost as predicted, byte by byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parverify.api import digest
+from parverify.bounds.alpha import AlphaOptions
+from parverify.bounds.layers import BoundOptions
+from parverify.bounds.region import BoxRegion, Region
+from parverify.clock import Clock
+from parverify.config import Settings
+from parverify.graph.ir import BoundGraph
+from parverify.graph.trace import trace
+from parverify.ops.places import Counts, counting
+from parverify.parallel.meter import MemoryMeter
+from parverify.parallel.world import World
+from parverify.program.cost import on_meta, predict
+from parverify.program.division import Division, divide
+from parverify.program.executor import Executor
+from parverify.strategy.compile import compile_placement
+from parverify.strategy.directives import load_strategy
+from tests.bounds.zoo import NETWORKS, made, random_box
+from tests.distributed.ranks import on_ranks
+
+METHODS = ("ibp", "crown-ibp", "crown", "alpha-crown")
+
+
+def _wide(name: str) -> nn.Module:
+    """Networks whose weights have several parts."""
+    relu = nn.ReLU
+    return {
+        "mlp": lambda: nn.Sequential(nn.Linear(30, 300), relu(), nn.Linear(300, 260), relu(), nn.Linear(260, 3)),
+        "conv": lambda: nn.Sequential(
+            nn.Conv2d(3, 64, 3, 2, 1), relu(), nn.Conv2d(64, 200, 3, padding=1), relu(),
+            nn.Conv2d(200, 24, 3), relu(), nn.Flatten(), nn.Linear(96, 5),
+        ),
+        "groups": lambda: nn.Sequential(
+            nn.Conv2d(2, 130, 3), relu(), nn.Conv2d(130, 260, 3, groups=130), relu(),
+            nn.Conv2d(260, 260, 3, groups=2, padding=1), relu(), nn.Flatten(), nn.Linear(1040, 3),
+        ),
+        "transposed": lambda: nn.Sequential(
+            nn.Conv2d(1, 130, 2, 2), relu(), nn.ConvTranspose2d(130, 140, 3, 2, 1, output_padding=1), relu(),
+            nn.ConvTranspose2d(140, 6, 2, groups=2), relu(), nn.Flatten(), nn.Linear(294, 2),
+        ),
+        "residual": lambda: nn.Sequential(nn.Linear(12, 256), relu(), _Residual(256), _Residual(256), nn.Linear(256, 4)),
+    }[name]()  # fmt: skip
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.second(torch.relu(self.first(x))))
+
+
+WIDE = {"mlp": (1, 30), "conv": (1, 3, 8, 8), "groups": (1, 2, 6, 6), "transposed": (1, 1, 6, 6), "residual": (1, 12)}
+
+
+def wide(name: str, dtype: torch.dtype) -> tuple[BoundGraph, Region]:
+    torch.manual_seed(3)
+    graph = trace(_wide(name).to(dtype), WIDE[name], dtype=dtype)
+    center = torch.rand(1, graph.input.numel, dtype=dtype)
+    return graph, BoxRegion(center - 0.05, center + 0.05)
+
+
+def bounded(executor: Executor, region: Region, method: str, tile: int) -> list[tuple[Tensor, Tensor]]:
+    from parverify.api import _bounded
+
+    options = BoundOptions(method, AlphaOptions(3), tile=tile)
+    found, output = _bounded(executor, region, options, Settings(), Clock())
+    return [*found.boxes.values(), output]
+
+
+def divided(world: World, graph: BoundGraph, strategy: str) -> Division:
+    chosen = load_strategy(strategy)
+    return divide(
+        graph if world.rank == 0 else None, lambda g, rank, size: compile_placement(g, chosen, rank, size), world.comm
+    )
+
+
+def measured(world: World, graph: BoundGraph, region: Region, strategy: str, tile: int) -> list[dict[str, Any]]:
+    """Digest, predicted and measured figures of every method on one rank."""
+    dtype = region.box()[0].dtype
+    network = divided(world, graph, strategy)
+    out = []
+    for method in METHODS:
+        executor = network.executor(dtype=dtype)
+        world.comm.meter.clear()
+        with counting(Counts()) as counts, MemoryMeter(executor.resident()) as meter:
+            boxes = bounded(executor, region, method, tile)
+        moved = {name: (f["calls"], f["bytes"]) for name, f in world.comm.meter.figures().items()}
+        expected = predict(
+            network.graph,
+            network.placement,
+            lambda dry, method=method: bounded(dry, on_meta(region), method, tile),
+            dtype=dtype,
+            counts=counts,
+        )
+        out.append(
+            {
+                "method": method,
+                "digest": digest(boxes),
+                "boxes": boxes,
+                "peak": (expected["peak_bytes"], meter.peak_bytes),
+                "moved": ({n: (f["calls"], f["bytes"]) for n, f in expected["collectives"].items()}, moved),
+                "resident": executor.resident_bytes(),
+            }
+        )
+    return out
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fold"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", WIDE)
+def test_bounds_are_bitwise_those_of_one_process(name: str, size: int, strategy: str) -> None:
+    graph, region = wide(name, torch.float32)
+    alone = measured(World(), graph, region, "single", 32)
+    ranks = on_ranks(size, measured, graph, region, strategy, 32)
+    for rank in ranks:
+        for mine, theirs in zip(rank, alone, strict=True):
+            assert mine["digest"] == theirs["digest"], mine["method"]
+            predicted, seen = mine["moved"]
+            assert predicted == seen
+            assert mine["peak"][0] == pytest.approx(mine["peak"][1], rel=0.1)
+    assert alone[0]["moved"] == ({}, {})
+    for mine in alone:
+        assert mine["peak"][0] == pytest.approx(mine["peak"][1], rel=0.1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", WIDE)
+def test_a_ring_changes_only_the_rounding(name: str, size: int, dtype: torch.dtype, tolerance: float) -> None:
+    graph, region = wide(name, dtype)
+    alone = measured(World(), graph, region, "single", 32)
+    for rank in on_ranks(size, measured, graph, region, "ring", 32):
+        for mine, theirs in zip(rank, alone, strict=True):
+            for (low, high), (expected_low, expected_high) in zip(mine["boxes"], theirs["boxes"], strict=True):
+                scale = max(float(expected_low.abs().max()), float(expected_high.abs().max()))
+                assert float((low - expected_low).abs().max()) <= tolerance * scale
+                assert float((high - expected_high).abs().max()) <= tolerance * scale
+            predicted, seen = mine["moved"]
+            assert predicted == seen
+            assert mine["peak"][0] == pytest.approx(mine["peak"][1], rel=0.1)
+
+
+def _zoo(world: World, strategy: str) -> dict[str, list[str]]:
+    out = {}
+    for name in NETWORKS:
+        graph = made(name)
+        network = divided(world, graph, strategy)
+        executor = network.executor(dtype=torch.float64)
+        region = random_box(graph, 2, 0.2, 1, torch.float64)
+        out[name] = [digest(bounded(executor, region, method, 6)) for method in METHODS]
+    return out
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fold"])
+def test_every_network_of_the_zoo_has_the_same_bounds(strategy: str) -> None:
+    alone = _zoo(World(), "single")
+    for rank in on_ranks(3, _zoo, strategy):
+        assert rank == alone
