@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parverify import config
 from parverify.config import (
     AlphaSettings,
     BranchingSettings,
@@ -35,6 +38,43 @@ def test_every_key_is_documented_with_its_default() -> None:
     rows = re.findall(r"^\| `([a-z_.]+)` \| `([^`]*)` \|", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert dict(rows) == {name: shown(value) for name, value in keys().items()}
     assert len(rows) == len(keys())
+
+
+def test_every_key_is_read() -> None:
+    """Somewhere in the package, outside of the module that declares it, `section.key` is looked up."""
+    package = Path(config.__file__).parent
+    files = [path for path in package.rglob("*.py") if path != Path(config.__file__)]
+    read = {pair for path in files for pair in looked_up(path.read_text(encoding="utf-8"))}
+    unread = [name for name in keys() if (name.rpartition(".")[0] or "settings", name.rpartition(".")[2]) not in read]
+    assert not unread
+    assert ("alpha", "learning") not in read
+
+
+def looked_up(source: str) -> Iterator[tuple[str, str]]:
+    """Pairs (owner, attribute) in a module, where `x = a.owner` makes x another name of the owner in its function."""
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        names: dict[str, str] = {}
+        for node in ast.walk(function):
+            for target, value in assigned(node):
+                if isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
+                    names[target.id] = value.attr.lstrip("_")
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute):
+                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                yield owner.lstrip("_"), node.attr
+                yield names.get(owner, ""), node.attr
+
+
+def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """What an assignment gives to what, one by one."""
+    if not isinstance(node, ast.Assign):
+        return []
+    target, value = node.targets[0], node.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
 
 
 def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
@@ -71,6 +111,10 @@ def test_order_of_precedence(tmp_path: Path) -> None:
         ('[branching]\nkind = "both"', ["'both' is not one of auto, input, activation"]),
         ('memory = "much"', ["'much' is not an amount of memory"]),
         ("memory = 0", ["0 is not a finite number > 0"]),
+        ("[parallel]\nnproc = 0", ["0 is not a finite number >= 1"]),
+        ('[parallel]\ninterm = "crown"', ["'crown' is not one of rows, ibp"]),
+        ("[parallel]\nprefetch = 1", ["1 is not of type bool"]),
+        ("[bounds]\ntile = -2", ["-2 is not a finite number >= -1"]),
         ("method = ", ["is not TOML"]),
     ],
 )
@@ -95,8 +139,13 @@ def test_assignments() -> None:
     assert parse_assignment("alpha.joint=true") == ("alpha.joint", True)
     assert parse_assignment("memory = 1KiB") == ("memory", 1024)
     assert parse_assignment("memory=none") == ("memory", None)
+    assert parse_assignment("parallel.prefetch=none") == ("parallel.prefetch", None)
+    assert parse_assignment("parallel.prefetch=false") == ("parallel.prefetch", False)
+    assert parse_assignment("parallel.interm=ibp") == ("parallel.interm", "ibp")
+    assert parse_assignment("bounds.tile=-1") == ("bounds.tile", -1)
     assert parse_assignment("attack.seconds=1e-3") == ("attack.seconds", 1e-3)
-    for bad in ("alpha.joint=yes", "seed=1.5", "seed", "nothing=1", "alpha=1", "alpha.lr.x=1"):
+    for bad in ("alpha.joint=yes", "seed=1.5", "seed", "nothing=1", "alpha=1", "alpha.lr.x=1",
+                "parallel.nproc=none", "parallel.prefetch=maybe"):  # fmt: skip
         with pytest.raises(UsageError):
             parse_assignment(bad)
 
