@@ -60,7 +60,7 @@ def settings_options(methods: tuple[str, ...] = METHODS) -> Callable[[Function],
         click.option("--seed", type=click.IntRange(min=0), help="Of every random choice."),
         click.option("--nproc", type=click.IntRange(min=1), help="Ranks that are started on this machine."),
         click.option("--strategy", metavar="NAME|FILE", help="How ranks share the work; see docs/strategies.md."),
-        click.option("--interm", type=click.Choice(INTERMS), help="Neurons within tensor-parallel pairs: by what."),
+        click.option("--interm", type=click.Choice(INTERMS), help="Bounds of neurons within tensor-parallel pairs."),
         click.option("--config", type=click.Path(), metavar="FILE", help="Settings in TOML; see docs/config.md."),
         click.option(
             "--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting; may be repeated."
