@@ -145,8 +145,8 @@ class HostWeights(Weights):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._host = self._held
-        self._held = {}
+        self._host = dict(self._held)
+        self._held.clear()
 
     @contextmanager
     def _copied(self, node: Node) -> Iterator[None]:

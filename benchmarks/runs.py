@@ -70,6 +70,7 @@ def execute(arguments: Sequence[str], *, timeout: float, env: Mapping[str, str] 
     Raises:
         RunError: it failed, or took more than `timeout` seconds; the group is ended.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a run never outlives its script
     process = subprocess.Popen(
         arguments,
         env=dict(env or environment()),
