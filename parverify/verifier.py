@@ -106,6 +106,7 @@ class Verifier:
             device=settings.device,
             seed=settings.seed,
             clock=clock,
+            comm=subject.network.comm,
         )
         self._crown: tuple[int, LayerBounds, float] | None = None  # box, CROWN bounds of its layers, seconds they took
         self._state = _State(torch.nonzero(self._problem.box_of >= 0).flatten())
@@ -299,7 +300,10 @@ class Verifier:
         space = InputSpace(self._problem, self._options("crown"), clock=self._clock, confirm=self._confirm)
         watch = _Watch(self._clock) if may_give_up else None
         settings = self._settings.branching
-        batch = BatchSize(settings.batch or 64, self._budget.batch(settings.batch), fixed=bool(settings.batch))
+        ranks = self._executor.comm.size
+        batch = BatchSize(
+            settings.batch or 64, self._budget.batch(settings.batch), fixed=bool(settings.batch), ranks=ranks
+        )
         result, pool = self._run_search(space, space.roots(self._state.open.cpu()), batch, pause=watch)
         try:
             if result.finished or result.witness is not None:
@@ -357,8 +361,10 @@ class Verifier:
             decide=decider if self._executor.graph.piecewise_linear else None,
         )
         roots = space.roots(parts, torch.zeros_like(parts))
-        rows = self._problem.rows_per_part
-        batch = BatchSize(settings.batch or 16, self._budget.batch(settings.batch, rows), fixed=bool(settings.batch))
+        rows, ranks = self._problem.rows_per_part, self._executor.comm.size
+        batch = BatchSize(
+            settings.batch or 16, self._budget.batch(settings.batch, rows), fixed=bool(settings.batch), ranks=ranks
+        )
         result, pool = self._run_search(space, roots, batch)
         pool.close()
         return self._conclude(result)

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parverify.attack.surrogate import surrogate_steps
 from parverify.clock import Clock
 from parverify.errors import ResourceError
+from parverify.parallel.comm import Alone, Comm
+from parverify.parallel.shared import from_rank
 
 Forward = Callable[[Tensor], Tensor]
 """(B, n_in) -> (B, n_out), flat and differentiable, in the engine's dtype and on its device."""
@@ -100,12 +102,21 @@ class Batches:
         forward: the network.
         n_in, n_out: flat sizes of input and output.
         dtype, device: those of the engine.
+        comm: the ranks that run the network together; None for one.
     """
 
     def __init__(
-        self, forward: Forward, *, n_in: int, n_out: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        forward: Forward,
+        *,
+        n_in: int,
+        n_out: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        comm: Comm | None = None,
     ) -> None:
         self._forward = forward
+        self._comm = comm or Alone()
         self._n_in, self._n_out = n_in, n_out
         self._dtype, self._device = dtype, torch.device(device)
         self._size = 0
@@ -114,7 +125,7 @@ class Batches:
     def size(self) -> int:
         """Points per call of the network."""
         if self._size == 0:
-            self._size = self._measure()
+            self._size = from_rank(self._comm, 0, self._measure())  # ranks see different shares of the work
         return self._size
 
     @property
@@ -184,6 +195,8 @@ class Batches:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
+            if self._comm.size > 1:  # the others are in the middle of this batch
+                raise ResourceError(f"rank {self._comm.rank} is out of memory", "use more ranks") from error
             if place.stop - place.start == 1:
                 raise ResourceError(
                     "out of memory while the network is run on a single point", "use a device with more memory"

@@ -21,6 +21,7 @@ from parverify.attack.replay import Confirmer, Replay
 from parverify.attack.survey import Survey
 from parverify.clock import Clock
 from parverify.frontend.query import Query
+from parverify.parallel.comm import Comm
 from parverify.verdict import Witness
 
 _LOW_DIMENSION = 8
@@ -40,6 +41,7 @@ class WitnessSearch:
         dtype, device: those of `forward`.
         seed: two searches with one seed do the same, as far as their time reaches.
         clock: the deadline of the run.
+        comm: the ranks that search together, each with the same arguments; None for one.
 
     Raises:
         ModelError: if `input_dtype` is one whose numbers can't be replayed.
@@ -56,6 +58,7 @@ class WitnessSearch:
         device: torch.device | str,
         seed: int,
         clock: Clock,
+        comm: Comm | None = None,
     ) -> None:
         self._dtype, self._device, self._seed, self._clock = dtype, torch.device(device), seed, clock
         self._draws, self._parts = 0, len(query)
@@ -66,7 +69,7 @@ class WitnessSearch:
         if self._active.size == 0:
             return
         rows = Rows.of(query, dtype=dtype, device=self._device)
-        batches = Batches(forward, n_in=query.n_in, n_out=query.n_out, dtype=dtype, device=self._device)
+        batches = Batches(forward, n_in=query.n_in, n_out=query.n_out, dtype=dtype, device=self._device, comm=comm)
         self._problem = Problem(batches, rows, boxes, self._confirmer)
         self._survey = Survey(self._problem)
 

@@ -335,6 +335,8 @@ class BatchRun:
     def store(self, lower: Tensor, swept: Swept) -> Domains:
         """The domains with new bounds and parameters, and candidates: the minimizer of each domain's best row."""
         count = len(self.domains)
+        executor = self.space.problem.executor
+        executor.agree({"bounds of a batch": lower, "beta": self.beta, **executor.replicated(self.alphas)})
         rows = lower.reshape(count, self.width)
         excess = self.space.problem.excess(rows, self.part)
         best = (rows - self.space.problem.need[self.part]).argmax(1)

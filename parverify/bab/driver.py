@@ -16,6 +16,7 @@ import torch
 from parverify.attack.batches import out_of_memory
 from parverify.bab.domains import Domains, Pool
 from parverify.clock import Clock
+from parverify.errors import ResourceError
 from parverify.progress import Progress
 from parverify.verdict import Witness
 
@@ -83,16 +84,23 @@ class BatchSize:
         size: to start with.
         most: what the memory allows.
         fixed: never change it (except when memory runs out).
+        ranks: that bound every batch together; one that runs out of memory alone can't change what the others do.
     """
 
     SHORT, LONG = 0.4, 1.2  # seconds
 
-    def __init__(self, size: int, most: int, *, fixed: bool = False) -> None:
-        self._most, self._fixed = most, fixed
+    def __init__(self, size: int, most: int, *, fixed: bool = False, ranks: int = 1) -> None:
+        self._most, self._fixed, self._ranks = most, fixed, ranks
         self.size = max(1, min(size, most))
 
     def halve(self) -> None:
-        """After an out-of-memory error."""
+        """After an out-of-memory error.
+
+        Raises:
+            ResourceError: other ranks are in the middle of this batch.
+        """
+        if self._ranks > 1:
+            raise ResourceError("out of memory while ranks work together", "give --memory, or use more ranks")
         self._most = self.size = max(1, self.size // 2)
 
     def adapt(self, children: int, seconds: float) -> None:

@@ -112,6 +112,7 @@ class InputSpace:
             found = bound_layers(executor, region, self.options, known=known, clock=self.clock)
             rows = problem.rows(part)
             swept = executor.sweep(self.graph.output, rows, found.relaxed, region, verdict=True)
+        executor.agree({"bounds of a batch": swept.lower, "rows on the input": swept.A})
         width = problem.rows_per_part
         lower = swept.lower.reshape(len(domains), width)
         closed = problem.closed(lower, part)

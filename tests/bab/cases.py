@@ -22,6 +22,7 @@ from parverify.frontend.query import Disjunct, Query
 from parverify.graph.trace import trace
 from parverify.program.division import Division
 from parverify.program.executor import Executor
+from parverify.progress import NullProgress
 from parverify.verdict import Witness
 
 

@@ -36,7 +36,8 @@ def test_joins_come_before_the_node_and_count_its_readers() -> None:
 def test_only_the_start_is_picked() -> None:
     graph = made("mlp")
     for start in graph.bounded:
-        picked = [step.node for step in compile_sweep(graph, start, single(graph)).steps if isinstance(step, Affine) and step.picked]
+        steps = compile_sweep(graph, start, single(graph)).steps
+        picked = [step.node for step in steps if isinstance(step, Affine) and step.picked]
         assert picked == [start]
 
 
