@@ -25,7 +25,7 @@ from tests.bounds.zoo import METHODS, bounded, random_box
 from tests.distributed.ranks import on_ranks
 from tests.tp.networks import NETWORKS, executor, made, placement
 
-SIZES = (2, 3, 4)
+SIZES = (2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow))
 DOMAINS = 2
 WIDTH = 0.5
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -47,7 +47,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
 def all_bounds(runner: Executor, method: str) -> dict[str, Tensor]:
     """Boxes of all nodes and of the output, by name."""
     region = random_box(runner.graph, DOMAINS, WIDTH, 1, runner.dtype)
-    found, output = bounded(runner, region, BoundOptions(method, AlphaOptions(4), tile=8))
+    found, output = bounded(runner, region, BoundOptions(method, AlphaOptions(3), tile=24))
     boxes = {**found.intervals, **{f"{name} by rows": box for name, box in found.boxes.items()}, "output": output}
     return {f"{name} {side}": box[side] for name, box in boxes.items() for side in (0, 1)}
 

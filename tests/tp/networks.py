@@ -63,7 +63,7 @@ def _batch() -> nn.Module:
 
 def _upward() -> nn.Module:
     return nn.Sequential(nn.ConvTranspose2d(1, 4, 2, 2), nn.ReLU(), nn.Conv2d(4, 4, 2, groups=2), nn.Tanh(),
-                         nn.Flatten(), nn.Linear(196, 4))  # fmt: skip
+                         nn.Flatten(), nn.Linear(36, 4))  # fmt: skip
 
 
 def _one_sided() -> nn.Module:
@@ -90,7 +90,7 @@ NETWORKS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     "conv": (IMAGE, _conv),
     "two_images": ((2, 1, 3, 3), _batch),
     "tokens": ((1, 2, 3), lambda: mlp(3, 5, 6, 4)),
-    "upward": (IMAGE, _upward),
+    "upward": ((1, 1, 2, 2), _upward),
     "one_sided": (FLAT, _one_sided),
 }  # fmt: skip
 
