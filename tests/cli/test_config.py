@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from parverify import config
@@ -177,6 +178,7 @@ def test_what_is_no_memory(text: str) -> None:
         parse_memory(text)
 
 
+@examples(deadline=None)
 @given(st.sampled_from(sorted(keys())), st.text(max_size=8))
 def test_an_assignment_is_read_or_refused(name: str, value: str) -> None:
     try:
