@@ -22,7 +22,11 @@ class MemoryMeter(TorchDispatchMode):
 
     Args:
         resident: tensors that are counted from the start.
+
+    Tensors without data take no memory and are not counted, except in a dry run, where all are without.
     """
+
+    counts_meta = False
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
         super().__init__()
@@ -48,7 +52,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def _count(self, values: Iterable[Any]) -> None:
         for value in values:
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or value.is_meta != self.counts_meta:
                 continue
             storage = value.untyped_storage()
             key = storage._cdata

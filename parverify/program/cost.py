@@ -87,6 +87,8 @@ def _without_data(graph: BoundGraph, placement: Placement, comm: Comm, dtype: to
 class _DryMeter(MemoryMeter):
     """Peak bytes, and the flops of products by torch's own formulas."""
 
+    counts_meta = True
+
     def __init__(self, executor: Executor, comm: Comm) -> None:
         super().__init__(executor.resident())
         from torch.utils.flop_counter import flop_registry

@@ -72,16 +72,19 @@ class Division:
     def assembled(self, graph: BoundGraph | None = None) -> BoundGraph | None:
         """The network with all weights whole, on rank 0; None on the others, which all must call it too."""
         graph = self.graph if graph is None else graph
+        if self.comm.size == 1:
+            return graph
         values: dict[str, Tensor] = {}
         for name, piece, owner in _pieces(self.graph, self.placements):
-            shape = piece.shape(tuple(graph.constants[name].value.shape))
+            like = graph.constants[name].value
             if self.comm.rank == 0:
-                like = next(iter(self.held.values()))
-                tensor = self.held[name, piece] if owner == 0 else torch.empty(shape, dtype=like.dtype)
-                if owner:
+                whole = values.setdefault(name, torch.empty(like.shape, dtype=like.dtype))
+                if owner == 0:
+                    piece.of(whole).copy_(self.held[name, piece])
+                else:
+                    tensor = torch.empty(piece.shape(tuple(like.shape)), dtype=like.dtype)
                     self.comm.recv(tensor, owner).wait()
-                whole = values.setdefault(name, torch.empty(graph.constants[name].value.shape, dtype=tensor.dtype))
-                piece.of(whole).copy_(tensor)
+                    piece.of(whole).copy_(tensor)
             elif owner == self.comm.rank:
                 self.comm.send(self.held[name, piece], 0).wait()
         if self.comm.rank:
@@ -107,7 +110,6 @@ def divide(graph: BoundGraph | None, compile_for: Compile, comm: Comm) -> Divisi
     skeleton: BoundGraph = check(pickle.loads(comm.broadcast_bytes(sent, 0)))  # from our own rank 0
     placements = tuple(compile_for(skeleton, rank, comm.size) for rank in range(comm.size))
     held: Held = {}
-    dtype = skeleton.constants[divided_constants(skeleton)[0]].value.dtype if divided_constants(skeleton) else None
     for name, piece, owner in _pieces(skeleton, placements):
         if graph is not None:
             tensor = piece.of(graph.constants[name].value.detach()).contiguous().clone()
@@ -116,7 +118,8 @@ def divide(graph: BoundGraph | None, compile_for: Compile, comm: Comm) -> Divisi
             else:
                 comm.send(tensor, owner).wait()
         elif owner == comm.rank:
-            tensor = torch.empty(piece.shape(tuple(skeleton.constants[name].value.shape)), dtype=dtype)
+            like = skeleton.constants[name].value
+            tensor = torch.empty(piece.shape(tuple(like.shape)), dtype=like.dtype)
             comm.recv(tensor, 0).wait()
             held[name, piece] = tensor
     return Division(skeleton, placements[comm.rank], held, comm, placements)

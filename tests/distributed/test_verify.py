@@ -1,0 +1,111 @@
+"""Verdicts over ranks: those of one process under every preset, with attacks, splits and leaves; nothing hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import parverify
+from parverify.errors import DisagreementError
+from parverify.parallel.meter import MemoryMeter
+from parverify.parallel.world import World
+from parverify.program.division import divide
+from parverify.strategy.compile import compile_placement
+from parverify.strategy.directives import load_strategy
+from parverify.verdict import Verdict
+from tests.bab.cases import Case, make, random_case
+from tests.distributed.ranks import on_ranks
+from tests.distributed.test_divided import wide
+
+STRATEGIES = ("fsdp", "fold", "ring", "tp")
+NAMES = ("relu", "convolution", "residual", "maxima")
+
+
+def cases() -> list[tuple[str, Case, dict[str, Any]]]:
+    """Small instances with both answers, decided by either kind of split."""
+    out = []
+    for number, name in enumerate(NAMES):
+        for sat in (True, False):
+            for kind in ("input", "activation"):
+                module = make(name, 2, number)
+                case = random_case(module, 2, sat=sat, seed=number)
+                out.append((name, case, {"branching__kind": kind, "attack__enabled": number % 2 == 0}))
+    return out
+
+
+def verdicts(world: World, strategy: str) -> list[tuple[str, list[float] | None, int]]:
+    out = []
+    for number, (name, case, options) in enumerate(cases()):
+        module = make(name, 2, number // 4)
+        result = parverify.verify(
+            module, case.query, timeout=60, world=world, parallel__strategy=strategy, attack__steps=10, **options
+        )
+        witness = None if result.witness is None else result.witness.x.tolist()
+        out.append((result.verdict.value, witness, result.stats.get("bounded", 0)))
+    return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_verdicts_are_those_of_one_process(strategy: str) -> None:
+    alone = verdicts(World(), "single")
+    assert {verdict for verdict, _, _ in alone} == {"sat", "unsat"}
+    for size in (2, 4):
+        ranks = on_ranks(size, verdicts, strategy)
+        for rank in ranks:
+            assert [verdict for verdict, _, _ in rank] == [verdict for verdict, _, _ in alone]
+            assert rank == ranks[0]
+
+
+def test_bounds_that_differ_between_ranks_are_an_error() -> None:
+    """A rank whose weights are not what they should be (a faulty memory, say) is noticed before any verdict."""
+
+    def tampered(world: World) -> str:
+        graph, region = wide("mlp", torch.float32)
+        chosen = load_strategy("fsdp")
+        network = divide(
+            graph if world.rank == 0 else None, lambda g, r, s: compile_placement(g, chosen, r, s), world.comm
+        )
+        executor = network.executor()
+        if world.rank == 1:
+            bias = next(t for name, t in executor._constants.items() if t.dim() == 1)
+            bias += 1e-6
+        from parverify.bounds.alpha import AlphaOptions
+        from parverify.bounds.layers import BoundOptions, bound_layers
+
+        try:
+            with torch.no_grad():
+                bound_layers(executor, region, BoundOptions("alpha-crown", AlphaOptions(2)))
+        except DisagreementError as error:
+            return str(error)
+        return ""
+
+    for message in on_ranks(2, tampered):
+        assert "bounds of" in message
+
+
+def test_a_rank_never_holds_more_than_its_pieces_and_one_in_flight() -> None:
+    def peak(world: World) -> tuple[int, int, int]:
+        graph = wide("mlp", torch.float32)[0] if world.rank == 0 else None
+        chosen = load_strategy("fold")
+        with MemoryMeter([]) as meter:
+            network = divide(graph, lambda g, r, s: compile_placement(g, chosen, r, s), world.comm)
+        own = sum(tensor.nbytes for tensor in network.held.values())
+        small = sum(const.value.nbytes for const in network.graph.constants.values() if not const.value.is_meta)
+        return meter.peak_bytes, own, small
+
+    whole = sum(const.value.nbytes for const in wide("mlp", torch.float32)[0].constants.values())
+    for rank, (peak_bytes, own, small) in enumerate(on_ranks(3, peak)):
+        assert own < 0.45 * whole
+        if rank:
+            assert peak_bytes <= 1.05 * (own + small)
+
+
+def test_time_runs_out_on_all_ranks() -> None:
+    def late(world: World) -> str:
+        module = make("relu", 2, 0)
+        case = random_case(module, 2, sat=False, seed=0)
+        return parverify.verify(module, case.query, timeout=0.0, world=world).verdict.value
+
+    assert on_ranks(2, late) == [Verdict.TIMEOUT.value] * 2
