@@ -85,7 +85,9 @@ def verify(
     own = clock or Clock(float("inf") if timeout is None else float(timeout))
     progress, world = progress or NullProgress(), world or World()
     try:
-        subject, query = _shared(world, settings, lambda: _load(model, spec, own, progress, settings, input_shape))
+        subject, query = _shared(
+            world, settings, lambda: load_subject(model, spec, own, progress, settings, input_shape)
+        )
         clock = shared_clock(own, world.comm)
         if not any(not part.empty_box for part in query):
             return Result(Verdict.UNSAT, reason="the unsafe region is empty")
@@ -123,7 +125,7 @@ def _with(settings: Settings | None, options: dict[str, Any]) -> Settings:
     return make_settings({key.replace("__", "."): value for key, value in options.items()})
 
 
-def _load(
+def load_subject(
     model: str | Path | nn.Module,
     spec: str | Path | Query,
     clock: Clock,
@@ -164,7 +166,7 @@ def _load(
 
 def _shared(world: World, settings: Settings, load: Callable[[], tuple[Subject, Query]]) -> tuple[Subject, Query]:
     """What rank 0 has loaded, divided over the ranks; the others get their share and ask rank 0 for replays."""
-    if world.size == 1:
+    if world.size == 1 and settings.parallel.strategy == "auto":
         return load()
     from parverify.strategy.compile import compile_all, compile_placement
     from parverify.strategy.directives import choose_strategy
@@ -421,7 +423,7 @@ def bounds_report(
 ) -> dict[str, Any]:
     """Bounds of the outputs over the property's input box, with what they cost: the JSON of `parverify bounds`."""
     world = world or World()
-    subject, query = _shared(world, settings, lambda: _load(model, spec, clock, NullProgress(), settings, None))
+    subject, query = _shared(world, settings, lambda: load_subject(model, spec, clock, NullProgress(), settings, None))
     dtype = getattr(torch, settings.dtype)
     executor = subject.network.executor(dtype=dtype, device=settings.device)
     if all(part.empty_box for part in query):
@@ -435,7 +437,7 @@ def bounds_report(
     options = BoundOptions(
         settings.method,
         AlphaOptions(settings.alpha.iterations, settings.alpha.lr),
-        tile=budget.tile(settings.bounds.tile),
+        tile=budget.tile(settings.bounds.tile or executor.placement.tile),
         intersect=settings.bounds.intersect,
     )
     from parverify.parallel.meter import MemoryMeter
@@ -443,7 +445,7 @@ def bounds_report(
     world.comm.meter.clear()
     started = time.monotonic()
     with allowance(settings.bounds.allowance), counting(Counts()) as counts, MemoryMeter(executor.resident()) as meter:
-        found, (low, high) = _bounded(executor, region, options, settings, clock)
+        found, (low, high) = bound_everything(executor, region, options, settings, clock)
     seconds = time.monotonic() - started
     collectives = world.comm.meter.figures()
     boxes = {**found.boxes, "the output": (low, high)}
@@ -454,7 +456,7 @@ def bounds_report(
     predicted = predict(
         subject.graph,
         executor.placement,
-        lambda dry: _bounded(dry, on_meta(region), options, settings, Clock()),
+        lambda dry: bound_everything(dry, on_meta(region), options, settings, Clock()),
         dtype=dtype,
         counts=counts,
     )
@@ -481,7 +483,7 @@ def bounds_report(
 SIDES = ("lower", "upper")
 
 
-def _bounded(
+def bound_everything(
     executor: Executor, region: Region, options: BoundOptions, settings: Settings, clock: Clock
 ) -> tuple[LayerBounds, Box]:
     """Layer and output bounds; what a dry run repeats."""

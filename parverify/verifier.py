@@ -202,9 +202,8 @@ class Verifier:
 
     def _options(self, method: str) -> BoundOptions:
         alpha = AlphaOptions(self._settings.alpha.iterations, self._settings.alpha.lr)
-        return BoundOptions(
-            method, alpha, tile=self._budget.tile(self._settings.bounds.tile), intersect=self._settings.bounds.intersect
-        )
+        tile = self._budget.tile(self._settings.bounds.tile or self._executor.placement.tile)
+        return BoundOptions(method, alpha, tile=tile, intersect=self._settings.bounds.intersect)
 
     def _bound_roots(self, method: str) -> None:
         """Close disjuncts by bounds over their whole boxes; candidates on the way are tried."""

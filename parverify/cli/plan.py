@@ -145,7 +145,7 @@ class DryRun:
         from parverify.budget import make_budget
         from parverify.progress import NullProgress
 
-        subject, query = api._load(model, spec, clock, NullProgress(), settings, None)
+        subject, query = api.load_subject(model, spec, clock, NullProgress(), settings, None)
         if all(part.empty_box for part in query):
             raise SpecError("no input satisfies the property's input constraints, so there is no box to bound over")
         lower, upper = query.hull()
@@ -178,7 +178,7 @@ class DryRun:
         return predict(
             self.graph,
             placement,
-            lambda executor: api._bounded(executor, on_meta(self._region), options, settings, Clock()),
+            lambda executor: api.bound_everything(executor, on_meta(self._region), options, settings, Clock()),
             dtype=self._dtype,
             counts=Counts(unstable),
         )

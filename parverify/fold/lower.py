@@ -9,6 +9,7 @@ arXiv:2604.26294, for tokens instead of rows).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from parverify.graph.ir import Node
@@ -30,12 +31,8 @@ def deal_parts(nodes: Sequence[tuple[Node, Sequence[int]]], size: int) -> dict[s
     """
     sizes: dict[tuple[str, Part], int] = {}
     for node, shape in nodes:
-        per_channel = 1
-        for extent in shape:
-            per_channel *= extent
         for part in parts(node, shape):
-            share = part.out[1] - part.out[0]
-            sizes[node.consts["weight"], part] = per_channel * share
+            sizes[node.consts["weight"], part] = math.prod(piece_of(node, part).shape(tuple(shape)))
     load = [0] * size
     owners: dict[str, dict[Part, int]] = {}
     for (name, part), entries in sorted(sizes.items(), key=lambda item: -item[1]):

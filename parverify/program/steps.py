@@ -217,6 +217,7 @@ class Placement:
         splits_rows: row tiles are dealt to the ranks; otherwise every rank pushes every row.
         ahead: gather the weight of the next step while the present one is multiplied.
         interval_only: nodes whose neurons get no rows: interval bounds have to do.
+        tile: rows in a tile, where the strategy says so; 0 leaves it to the memory, -1 is all rows of a rank.
     """
 
     strategy: str
@@ -227,6 +228,7 @@ class Placement:
     splits_rows: bool = False
     ahead: bool = False
     interval_only: frozenset[str] = frozenset()
+    tile: int = 0
 
 
 def products(node: Node, kind: str, some: Sequence[Part]) -> tuple[Product, ...]:

@@ -49,7 +49,7 @@ def compile_placement(graph: BoundGraph, strategy: Strategy, rank: int, size: in
     """
     places = place_nodes(graph, strategy)
     if size == 1:
-        return replace(single(graph), strategy=strategy.name)
+        return replace(single(graph), strategy=strategy.name, tile=strategy.tile(0))
     by: dict[str, list[Node]] = {}
     for name, place in places.items():
         by.setdefault(place.how, []).append(graph[name])
@@ -76,6 +76,7 @@ def compile_placement(graph: BoundGraph, strategy: Strategy, rank: int, size: in
         splits_rows=strategy.splits_rows,
         ahead=strategy.prefetch,
         interval_only=interval_only,
+        tile=strategy.tile(0),
     )
 
 

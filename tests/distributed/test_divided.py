@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parverify.api import digest
+from parverify.api import bound_everything, digest
 from parverify.bounds.alpha import AlphaOptions
 from parverify.bounds.layers import BoundOptions
 from parverify.bounds.region import BoxRegion, Region
@@ -47,7 +47,9 @@ def _wide(name: str) -> nn.Module:
             nn.Conv2d(1, 130, 2, 2), relu(), nn.ConvTranspose2d(130, 140, 3, 2, 1, output_padding=1), relu(),
             nn.ConvTranspose2d(140, 6, 2, groups=2), relu(), nn.Flatten(), nn.Linear(294, 2),
         ),
-        "residual": lambda: nn.Sequential(nn.Linear(12, 256), relu(), _Residual(256), _Residual(256), nn.Linear(256, 4)),
+        "residual": lambda: nn.Sequential(
+            nn.Linear(12, 256), relu(), _Residual(256), _Residual(256), nn.Linear(256, 4),
+        ),
     }[name]()  # fmt: skip
 
 
@@ -71,10 +73,8 @@ def wide(name: str, dtype: torch.dtype) -> tuple[BoundGraph, Region]:
 
 
 def bounded(executor: Executor, region: Region, method: str, tile: int) -> list[tuple[Tensor, Tensor]]:
-    from parverify.api import _bounded
-
     options = BoundOptions(method, AlphaOptions(3), tile=tile)
-    found, output = _bounded(executor, region, options, Settings(), Clock())
+    found, output = bound_everything(executor, region, options, Settings(), Clock())
     return [*found.boxes.values(), output]
 
 
