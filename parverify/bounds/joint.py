@@ -14,6 +14,7 @@ from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers, int
 from parverify.bounds.region import Region
 from parverify.clock import Clock
 from parverify.ops.kernel import Box
+from parverify.ops.places import places
 from parverify.ops.relaxation import Alpha, Relaxations, Relaxed
 from parverify.program.executor import Executor
 from parverify.program.rows import OneHot, both_signs
@@ -34,7 +35,7 @@ def joint_bounds(
     rows: dict[str, OneHot] = {}
     for name in graph.bounded:
         if not interval_is_exact(graph, name, region):
-            index = torch.nonzero(worth_rows(graph, name, crown.boxes[name]).flatten()).flatten()
+            (index,) = places(worth_rows(graph, name, crown.boxes[name]).flatten())
             if len(index):
                 rows[name] = both_signs(index, None, executor.dtype)
     rows[graph.output] = both_signs(
