@@ -79,6 +79,38 @@ def test_bounds_are_those_of_one_process(name: str, size: int) -> None:
                 assert torch.equal(other[method, dtype][key], box), f"ranks differ in {key}"
 
 
+def test_ranks_may_have_no_alpha_of_their_own() -> None:
+    """A network where only the last rank has alphas, in two zones with nothing to optimize between them."""
+    runner = Executor(made("one_sided"), dtype=torch.float64)
+    free = layers(runner, random_box(runner.graph, DOMAINS, WIDTH, 1, runner.dtype)).relaxed
+    first, between, last = (list(free[node.name].free.get("lower", [])) for node in runner.graph.nonlinear)
+    assert first and min(first) >= 4
+    assert not between
+    assert last and min(last) >= 6
+
+
+def joint_of_a_rank(world: World, name: str) -> tuple[Tensor, Tensor]:
+    """Output bounds with all alphas optimized together."""
+    return jointly(executor(made(name), world.comm, torch.float64))
+
+
+def jointly(runner: Executor, iterations: int = 4) -> tuple[Tensor, Tensor]:
+    """Gradients flow through the bounds of neurons, in zones and outside, into their rows' alphas."""
+    region = random_box(runner.graph, 1, WIDTH, 1, runner.dtype)
+    return joint_bounds(runner, region, BoundOptions("alpha-crown", AlphaOptions(iterations), tile=24))[1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["mlp5", "residual", "conv", "one_sided"])
+def test_joint_alphas_are_those_of_one_process(name: str, size: int) -> None:
+    expected = jointly(Executor(made(name), dtype=torch.float64))
+    start = jointly(Executor(made(name), dtype=torch.float64), iterations=0)
+    assert (expected[0] - start[0]).max() > 1e-3  # something is optimized
+    for found in on_ranks(size, joint_of_a_rank, name):
+        for side in (0, 1):
+            close(found[side], expected[side], 1e-12)
+
+
 def bounds_by_intervals(world: World, name: str) -> dict[str, Tensor]:
     """CROWN with intervals for neurons in zones."""
     return all_bounds(executor(made(name), world.comm, torch.float64, "ibp"), "crown")

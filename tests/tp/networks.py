@@ -14,7 +14,7 @@ from parverify.parallel.comm import Comm
 from parverify.program.executor import Executor
 from parverify.program.steps import Placement, weighted_nodes
 from parverify.tp.lower import tp_lowerings
-from tests.bounds.zoo import Composed, rounded
+from tests.bounds.zoo import Composed, random_box, rounded
 
 
 def mlp(*widths: int, act: type[nn.Module] = nn.ReLU) -> nn.Module:
@@ -66,13 +66,20 @@ def _upward() -> nn.Module:
                          nn.Flatten(), nn.Linear(36, 4))  # fmt: skip
 
 
-def _one_sided() -> nn.Module:
+class OneSided(nn.Sequential):
     """All neurons are always active but some of zones, none of which lie on rank 0."""
-    module = mlp(3, 8, 8, 8, 4)
-    with torch.no_grad():
-        for position, count in ((0, 4), (2, 8), (4, 6)):
-            module[position].bias[:count] += 100.0  # type: ignore[index, union-attr]
-    return module
+
+    def __init__(self) -> None:
+        super().__init__(*mlp(3, 8, 8, 8, 4))
+
+    def settle(self, x: Tensor) -> None:
+        """Choose the biases: the last neurons of both columns change sign around x."""
+        active = iter((4, 8, 6, 0))
+        for layer in self:
+            if isinstance(layer, nn.Linear):
+                layer.bias.copy_(-(x @ layer.weight.T)[0])
+                layer.bias[: next(active)] += 6.0
+            x = layer(x)
 
 
 FLAT, IMAGE = (1, 3), (1, 1, 4, 4)
@@ -91,7 +98,7 @@ NETWORKS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     "two_images": ((2, 1, 3, 3), _batch),
     "tokens": ((1, 2, 3), lambda: mlp(3, 5, 6, 4)),
     "upward": ((1, 1, 2, 2), _upward),
-    "one_sided": (FLAT, _one_sided),
+    "one_sided": (FLAT, OneSided),
 }  # fmt: skip
 
 
@@ -104,6 +111,8 @@ def made(name: str, seed: int = 0) -> BoundGraph:
         for tensor in module.parameters():
             if tensor.dim() > 1:
                 tensor.copy_(torch.randn_like(tensor) * (2 / tensor[0].numel()) ** 0.5)
+        if isinstance(module, OneSided):
+            module.settle(random_box(trace(module, shape), 1, 0.5, 1, torch.float32).lower + 0.25)
     return rounded(trace(module, shape))
 
 
