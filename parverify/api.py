@@ -36,7 +36,7 @@ from parverify.parallel.shared import from_first, from_rank, shared_clock
 from parverify.parallel.world import World
 from parverify.program.division import Division, divide
 from parverify.program.executor import Executor
-from parverify.program.rows import Dense, Rows, both_signs
+from parverify.program.rows import Dense, Tiled, both_signs
 from parverify.progress import NullProgress, Progress
 from parverify.verdict import Result, Verdict
 from parverify.verifier import Subject, Verifier
@@ -374,7 +374,7 @@ def _output_bounds(
     if C is None:
         index = torch.arange(output.numel, device=executor.device).repeat(domains)
         owner = torch.arange(domains, device=executor.device).repeat_interleave(output.numel)
-        rows: Rows = both_signs(index, owner if domains > 1 else None, executor.dtype)
+        rows: Tiled = both_signs(index, owner if domains > 1 else None, executor.dtype)
     else:
         rows = _functionals(C.to(executor.device, executor.dtype), domains, output.shape)
     alpha = options.alpha if options.method == "alpha-crown" else AlphaOptions(iterations=0)

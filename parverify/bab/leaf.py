@@ -24,7 +24,7 @@ from parverify.ops.kernel import KERNEL, Box
 from parverify.ops.relaxation import Alpha
 from parverify.ops.rounding import ULPS
 from parverify.program.executor import Executor
-from parverify.program.rows import Dense, OneHot, Rows, tiles
+from parverify.program.rows import Dense, OneHot, Tiled, tiles
 
 ALLOWANCE = 1e-9  # least rounding allowance, relative to the sum of the magnitudes of all terms
 TOLERANCE = 1e-6  # how far a candidate may break a constraint, relative to what the constraint ranges over
@@ -337,7 +337,7 @@ class _Leaf:
         terms = count + sum(node.numel + len(node.inputs) for node in self.executor.graph)
         return max(ALLOWANCE, 4 * terms * float(np.finfo(np.float64).eps))
 
-    def functionals(self, start: str, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def functionals(self, start: str, rows: Tiled) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A (k, n), constant (k,) and mass (k,) of rows on `start`."""
         graph = self.executor.graph
         held = sum(node.numel for node in graph.nonlinear) + graph.input.numel
@@ -347,7 +347,7 @@ class _Leaf:
         A, constant, mass = (_numpy(torch.cat([item[i] for item in found])) for i in range(3))
         return A, constant, mass
 
-    def _tile(self, start: str, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    def _tile(self, start: str, rows: Tiled) -> tuple[Tensor, Tensor, Tensor]:
         # At the origin a row on the input is zero, so that the bound is the constant (less an ulp or two).
         origin = BoxRegion(torch.zeros_like(self.region.lower), torch.zeros_like(self.region.upper))
         swept = self.executor.sweep(start, rows, self.gates, origin, taps=True)

@@ -23,7 +23,7 @@ from parverify.ops.rounding import VERDICT_ULPS, row_slack, slack
 from parverify.ops.weighted import WEIGHTED, Piece, bias_rows, channel_of, per_channel, piece_of, whole
 from parverify.parallel.collectives import copy, total
 from parverify.parallel.comm import Alone, Comm, agree
-from parverify.program.rows import OneHot, Rows
+from parverify.program.rows import Dense, OneHot, Picked, Rows
 from parverify.program.steps import (
     Affine,
     Concretize,
@@ -375,11 +375,12 @@ class Executor:
         Returns:
             The bounds, with an allowance for rounding.
         """
+        rows = self.begin(start, rows)
         run = _Sweep(self, rows, region.domains, relaxed.magnitudes if isinstance(relaxed, Relaxations) else {})
         alphas, splits = alphas or {}, splits or {}
         lower, final = None, None
         tapped: dict[str, Tensor] = {}
-        for step in self.program(start, one_hot=isinstance(rows, OneHot)).steps:
+        for step in self.program(start, one_hot=isinstance(rows, Picked)).steps:
             if isinstance(step, Affine):
                 run.affine(step, splits)
             elif isinstance(step, Relax):
@@ -400,6 +401,17 @@ class Executor:
         if lower is None or final is None:
             raise ModelError(f"the sweep from {start} does not reach the input")
         return Swept(lower, final, tapped)
+
+    def begin(self, start: str, rows: Rows) -> Rows:
+        """Rows on `start` with their first product done, where that only picks slices of a weight."""
+        node = self.graph[start]
+        if not isinstance(rows, OneHot) or node.op not in WEIGHTED or self.live:
+            return rows
+        bias, constant = self.constants(node).get("bias"), None
+        if bias is not None:
+            constant = bias.index_select(0, channel_of(node, rows.index)) * rows.sign
+        steps = self.placement.lowerings[start].pick
+        return Picked(self.weights.pick(node, steps, rows.index, rows.sign), constant, rows.owner)
 
     def whole_rows(self, name: str, A: Tensor) -> Tensor:
         """Rows on all channels of a node's value, from those that this rank has."""
@@ -435,7 +447,7 @@ class _Sweep:
         like = rows.sign if isinstance(rows, OneHot) else rows.A
         self.sums = _Sums(like, len(rows))
         self._partial = _Sums(like, len(rows))  # of channels that only this rank has
-        if not isinstance(rows, OneHot):
+        if isinstance(rows, Dense):
             self.sums.add(rows.constant)
 
     def _sums_of(self, name: str) -> _Sums:
@@ -472,11 +484,9 @@ class _Sweep:
     def affine(self, step: Affine, splits: Mapping[str, Splits]) -> None:
         executor, node = self._executor, self._executor.graph[step.node]
         consts = executor.constants(node)
-        if step.picked and isinstance(self._rows, OneHot) and node.op in WEIGHTED and not executor.live:
-            index, sign = self._rows.index, self._rows.sign
-            if "bias" in consts:
-                self.sums.add(consts["bias"].index_select(0, channel_of(node, index)) * sign)
-            self._put(node, [executor.weights.pick(node, step.inner, index, sign)])
+        if step.picked and isinstance(self._rows, Picked):
+            self.sums.add(self._rows.constant)
+            self._put(node, [self._rows.A])
             return
         rule = KERNEL[node.op]
         if step.picked and rule.pick is not None and isinstance(self._rows, OneHot):

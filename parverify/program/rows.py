@@ -65,7 +65,28 @@ class Dense:
         return Dense(self.A[part], None if self.constant is None else self.constant[part], owner)
 
 
-Rows = OneHot | Dense
+@dataclass(frozen=True)
+class Picked:
+    """One-hot rows on a weighted node after their first product: rows `A[i] . input + constant[i]`.
+
+    What a tile's sweeps start from, so that its slices of the weight are picked (and moved between ranks) only once.
+
+    Args:
+        A: (N, *shape of the node's input).
+        constant: (N,), or None for zero.
+        owner: as in `OneHot`.
+    """
+
+    A: Tensor
+    constant: Tensor | None
+    owner: Tensor | None
+
+    def __len__(self) -> int:
+        return self.A.shape[0]
+
+
+Rows = OneHot | Dense | Picked
+Tiled = OneHot | Dense
 
 
 def both_signs(index: Tensor, owner: Tensor | None, dtype: torch.dtype) -> OneHot:
