@@ -104,7 +104,8 @@ def optimize(
         verdict: as for `Executor.sweep`.
     """
     with torch.no_grad():
-        rows = executor.begin(start, rows)
+        if options.iterations:
+            rows = executor.begin(start, rows)
         best = executor.sweep(start, rows, relaxed, region, verdict=verdict).lower
     if options.iterations == 0:
         return best

@@ -20,6 +20,7 @@ from torch import Tensor
 from parverify.ops.elementwise import Activation
 from parverify.ops.facts import Facts, Side
 from parverify.ops.lines import Anchor, Family, FixedLine, Lines, Mirrored, TangentLine
+from parverify.ops.places import places
 from parverify.ops.roots import EPS, least, tangent_limit
 
 LARGEST = torch.finfo(torch.float64).max
@@ -116,9 +117,11 @@ def _round_down(value: Tensor, dtype: torch.dtype) -> Tensor:
 def _masked(mask: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """`function` of the masked elements only, zero elsewhere."""
     result = torch.zeros_like(tensors[0])
-    if not bool(mask.any()):
+    (index,) = places(mask.flatten())
+    if not len(index):
         return result
-    return result.masked_scatter(mask, function(*(tensor[mask] for tensor in tensors)))
+    found = function(*(tensor.flatten().index_select(0, index) for tensor in tensors))
+    return result.flatten().index_copy(0, index, found).reshape(result.shape)
 
 
 def _below(side: Side, l: Tensor, u: Tensor, floor: Tensor) -> Family:

@@ -375,12 +375,12 @@ class Executor:
         Returns:
             The bounds, with an allowance for rounding.
         """
-        rows = self.begin(start, rows)
-        run = _Sweep(self, rows, region.domains, relaxed.magnitudes if isinstance(relaxed, Relaxations) else {})
+        magnitudes = relaxed.magnitudes if isinstance(relaxed, Relaxations) else {}
+        run = _Sweep(self, self.begin(start, rows), region.domains, magnitudes)
         alphas, splits = alphas or {}, splits or {}
         lower, final = None, None
         tapped: dict[str, Tensor] = {}
-        for step in self.program(start, one_hot=isinstance(rows, Picked)).steps:
+        for step in self.program(start, one_hot=run.picked).steps:
             if isinstance(step, Affine):
                 run.affine(step, splits)
             elif isinstance(step, Relax):
@@ -392,7 +392,7 @@ class Executor:
             elif isinstance(step, Total):
                 run.total_constants()
             elif isinstance(step, Concretize):
-                final = run.at(step.node, splits).reshape(len(rows), -1)
+                final = run.at(step.node, splits).flatten(1)
                 lower = region.lower_bound(final, run.owner)
                 if verdict:
                     extra = VERDICT_ULPS * torch.finfo(lower.dtype).eps
@@ -441,12 +441,13 @@ class _Sweep:
     def __init__(self, executor: Executor, rows: Rows, domains: int, magnitudes: Mapping[str, Tensor]) -> None:
         self._executor = executor
         self._magnitudes = magnitudes
-        self._rows = rows
+        self._rows: Rows | None = rows  # let go once they are on their way
         self.owner = rows.owner if domains > 1 else None
         self._waiting: dict[str, list[Tensor]] = {}
         like = rows.sign if isinstance(rows, OneHot) else rows.A
         self.sums = _Sums(like, len(rows))
         self._partial = _Sums(like, len(rows))  # of channels that only this rank has
+        self.picked = isinstance(rows, Picked)
         if isinstance(rows, Dense):
             self.sums.add(rows.constant)
 
@@ -468,6 +469,8 @@ class _Sweep:
         place = executor.placement.channels.get(name)
         if name not in self._waiting:
             shape = executor.graph[name].shape
+            if self._rows is None:
+                raise ModelError(f"no rows wait on {name}")
             A = self._rows.dense(shape) if isinstance(self._rows, OneHot) else self._rows.A
             if place is not None:
                 A = copy(A, executor.comm).narrow(place.dim + 1, place.mine[0], place.mine[1] - place.mine[0])
@@ -487,6 +490,7 @@ class _Sweep:
         if step.picked and isinstance(self._rows, Picked):
             self.sums.add(self._rows.constant)
             self._put(node, [self._rows.A])
+            self._rows = None
             return
         rule = KERNEL[node.op]
         if step.picked and rule.pick is not None and isinstance(self._rows, OneHot):
