@@ -22,7 +22,7 @@ from parverify.ops.convolution import transpose_conv2d
 
 WEIGHTED = ("linear", "conv")
 
-LEAST_CHANNELS, MOST_CHANNELS, SHARE = 64, 256, 8  # a part is an eighth of the output channels within these limits
+LEAST_CHANNELS, MOST_CHANNELS, SHARE = 64, 512, 8  # a part is an eighth of the output channels within these limits
 LEAST_ENTRIES = 1 << 15  # parts smaller than this cost more calls than they save memory
 
 
