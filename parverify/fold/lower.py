@@ -18,6 +18,8 @@ from parverify.program.steps import Broadcast, Free, Inner, Lowering, Product, S
 
 Owners = Mapping[Part, int]
 
+AHEAD = 2  # broadcasts on their way beside the part in use: one from each side where two ranks take turns
+
 
 def deal_parts(nodes: Sequence[tuple[Node, Sequence[int]]], size: int) -> dict[str, dict[Part, int]]:
     """Who holds which part: largest first, each to the rank that holds least so far.
@@ -50,20 +52,18 @@ def streamed(node: Node, weight_shape: Sequence[int], owners: Owners, rank: int,
         weight_shape: of the whole weight.
         owners: part -> rank.
         rank: this one.
-        ahead: start a broadcast while the part before is multiplied; takes a second buffer.
+        ahead: start broadcasts while the two parts before are multiplied; takes more buffers.
     """
     some = parts(node, weight_shape)
 
     def steps(kind: str) -> tuple[Inner, ...]:
         sends = [Broadcast(node.name, piece_of(node, part), owners[part]) for part in some]
-        out: list[Inner] = []
+        early = AHEAD if ahead else 0
+        out: list[Inner] = list(sends[:early])
         for position, part in enumerate(some):
-            if not ahead or position == 0:
-                out.append(sends[position])
-            out.append(Wait(node.name))
-            if ahead and position + 1 < len(some):
-                out.append(sends[position + 1])
-            out += [Product(node.name, kind, part), Free(node.name, piece_of(node, part))]
+            out += sends[position + early : position + early + 1]
+            out.append(Wait(node.name, sends[position].piece))
+            out += [Product(node.name, kind, part), Free(node.name, sends[position].piece)]
         return tuple(out)
 
     held = tuple(piece_of(node, part) for part in some if owners[part] == rank)

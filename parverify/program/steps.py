@@ -49,9 +49,10 @@ class Shift:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait for what was started for this node."""
+    """Wait for a piece that was started for this node; for everything if None."""
 
     node: str
+    piece: Piece | None = None
 
 
 @dataclass(frozen=True)

@@ -132,10 +132,16 @@ class Weights:
         self._slots.append(_Slot(memory, node))
         return self._slots[-1]
 
-    def _land(self, name: str) -> None:
+    def _land(self, name: str, piece: Piece | None = None) -> None:
+        later = []
         for arriving in self._arriving.pop(name, []):
+            if piece is not None and arriving.piece != piece:
+                later.append(arriving)
+                continue
             arriving.pending.wait()
             self._loaded.setdefault(name, {})[arriving.piece] = (arriving.view, arriving.slot)
+        if later:
+            self._arriving[name] = later
 
     def _release(self, name: str, piece: Piece | None) -> None:
         loaded = self._loaded.get(name, {})
@@ -156,7 +162,7 @@ class Weights:
         elif isinstance(step, Shift):
             self._shift(step, name)
         elif isinstance(step, Wait):
-            self._land(name)
+            self._land(name, step.piece)
         elif isinstance(step, Free):
             self._release(name, step.piece)
 
