@@ -213,12 +213,23 @@ def _module_subject(module: nn.Module, query: Query, input_shape: Sequence[int] 
     dtype = tensors[0].dtype if tensors else torch.get_default_dtype()
     graph = trace(module, shape, dtype=dtype)
 
-    def replay(x: np.ndarray) -> np.ndarray:
-        point = torch.from_numpy(np.asarray(x, dtype=np.float64)).to(dtype).reshape(shape)
-        with torch.no_grad():
-            return module(point.to(next(iter(tensors)).device if tensors else "cpu")).double().cpu().numpy().ravel()
-
+    replay = _ModuleReplay(module, shape, dtype)
     return Subject(Division.whole(graph), replay, dtype, _module_gap(graph, replay, dtype, query))
+
+
+@dataclass(frozen=True)
+class _ModuleReplay:
+    """A torch module as its own original."""
+
+    module: nn.Module
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        device = next((t.device for t in (*self.module.parameters(), *self.module.buffers())), torch.device("cpu"))
+        point = torch.from_numpy(np.asarray(x, dtype=np.float64)).to(self.dtype).reshape(self.shape)
+        with torch.no_grad():
+            return self.module(point.to(device)).double().cpu().numpy().ravel()
 
 
 def _module_gap(

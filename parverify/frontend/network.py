@@ -39,6 +39,40 @@ FORGIVEN = 0.25
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Runs the original file in onnxruntime, one instance at a time. It can be sent to another process.
+
+    Args:
+        original: the file.
+        input_shape, dtype: of its input.
+        n_out: entries of its output.
+    """
+
+    original: Original = field(repr=False)
+    input_shape: tuple[int, ...]
+    n_out: int
+    dtype: torch.dtype
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """The outputs.
+
+        Args:
+            x: (n_in,) or (B, n_in) float64; rounded to the network's type.
+
+        Returns:
+            (n_out,) or (B, n_out) float64.
+        """
+        x = np.asarray(x)
+        n_in = int(np.prod(self.input_shape, dtype=np.int64))
+        if x.ndim not in (1, 2) or x.shape[-1] != n_in:
+            raise ModelError(f"an input of shape {x.shape} does not fit; allowed are ({n_in},) and (B, {n_in})")
+        rows = x.reshape(-1, n_in).astype(np.float32 if self.dtype == torch.float32 else np.float64)
+        outputs = [self.original.run(row.reshape(self.input_shape)).astype(np.float64).reshape(-1) for row in rows]
+        y = np.stack(outputs) if outputs else np.zeros((0, self.n_out))
+        return y if x.ndim == 2 else y[0]
+
+
+@dataclass(frozen=True)
 class Network:
     """A network to verify.
 
@@ -70,24 +104,10 @@ class Network:
         """Number of output entries."""
         return int(np.prod(self.output_shape, dtype=np.int64))
 
-    def replay(self, x: np.ndarray) -> np.ndarray:
-        """What onnxruntime gives for the original file, one instance at a time.
-
-        Args:
-            x: (n_in,) or (B, n_in) float64; rounded to the network's type.
-
-        Returns:
-            (n_out,) or (B, n_out) float64.
-        """
-        x = np.asarray(x)
-        if x.ndim not in (1, 2) or x.shape[-1] != self.n_in:
-            raise ModelError(
-                f"an input of shape {x.shape} does not fit; allowed are ({self.n_in},) and (B, {self.n_in})"
-            )
-        rows = x.reshape(-1, self.n_in).astype(np.float32 if self.dtype == torch.float32 else np.float64)
-        outputs = [self.original.run(row.reshape(self.input_shape)).astype(np.float64).reshape(-1) for row in rows]
-        y = np.stack(outputs) if outputs else np.zeros((0, self.n_out))
-        return y if x.ndim == 2 else y[0]
+    @property
+    def replay(self) -> Replay:
+        """What onnxruntime gives for the original file."""
+        return Replay(self.original, self.input_shape, self.n_out, self.dtype)
 
     def evaluate(self, x: np.ndarray) -> np.ndarray:
         """What the module gives; arguments and result as in `replay`."""

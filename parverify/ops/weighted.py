@@ -59,6 +59,12 @@ class Piece:
         pairs = ((self.rows, other.rows), (self.columns, other.columns))
         return all(mine[0] <= theirs[0] and theirs[1] <= mine[1] for mine, theirs in pairs)
 
+    def meet(self, other: Piece) -> Piece | None:
+        """What both have; None where that is nothing."""
+        rows = max(self.rows[0], other.rows[0]), min(self.rows[1], other.rows[1])
+        columns = max(self.columns[0], other.columns[0]), min(self.columns[1], other.columns[1])
+        return Piece(rows, columns) if rows[0] < rows[1] and columns[0] < columns[1] else None
+
     def within(self, other: Piece) -> Piece:
         """The same entries in the coordinates of a piece that covers it."""
         return Piece(

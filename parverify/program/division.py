@@ -69,6 +69,47 @@ class Division:
             comm=self.comm,
         )
 
+    def redivided(self, compile_for: Compile, comm: Comm) -> Division:
+        """The same network divided over smaller groups of the same ranks; all ranks call this, each with its group.
+
+        Every piece is broadcast once to everybody, who keep what their new placement says.
+
+        Args:
+            compile_for: the strategy within a group.
+            comm: this rank's new group.
+        """
+        if self.comm.size == comm.size:
+            return self
+        placements = tuple(compile_for(self.graph, rank, comm.size) for rank in range(comm.size))
+        divided = divided_constants(self.graph)
+        wanted: Held = {}
+        for node in weighted_nodes(self.graph):
+            name = node.consts["weight"]
+            if name not in divided:
+                continue
+            like = self.graph.constants[name].value
+            for piece in placements[comm.rank].lowerings[node.name].held:
+                if (name, piece) not in wanted:
+                    wanted[name, piece] = torch.empty(piece.shape(tuple(like.shape)), dtype=like.dtype)
+        sent: set[tuple[str, Piece]] = set()
+        for name, piece, owner in _pieces(self.graph, self.placements):
+            if (name, piece) in sent:
+                continue
+            sent.add((name, piece))
+            like = self.graph.constants[name].value
+            mine = owner == self.comm.rank
+            tensor = self.held[name, piece] if mine else torch.empty(piece.shape(tuple(like.shape)), dtype=like.dtype)
+            self.comm.broadcast(tensor, owner).wait()
+            for (other, place), target in wanted.items():
+                both = place.meet(piece) if other == name else None
+                if both is not None:
+                    both.within(place).of(target).copy_(both.within(piece).of(tensor))
+        if comm.size > 1:
+            return Division(self.graph, placements[comm.rank], wanted, comm, placements)
+        whole = {name: Const(tensor) for (name, _), tensor in wanted.items()}
+        graph = replace(self.graph, constants={**self.graph.constants, **whole})
+        return Division(graph, placements[0], {}, comm, placements)
+
     def assembled(self, graph: BoundGraph | None = None) -> BoundGraph | None:
         """The network with all weights whole, on rank 0; None on the others, which all must call it too."""
         graph = self.graph if graph is None else graph
