@@ -26,18 +26,21 @@ sent again until they arrive, and requests only move words that carry no credit;
 a message that is sent again and again arrives once. A group that has only 1 left can't grant; it asks group 0 for
 `MORE`, keeps its 1 meanwhile, and refuses requests until then.
 
-The same holds for `STOP` (a witness, an error) and `DONE`, which are parcels too.
+The same holds for `STOP` (a witness, an error, a pause) and `DONE`, which are parcels too. A stopped search can leave
+domains on their way. Its groups therefore part with `END`, which says which parcels the sender has accepted; it accepts
+none afterwards, so the others take back the domains of exactly those that it has not.
 """
 
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parverify.errors import ParverifyError
-from parverify.parallel.slots import Kind, Message
+from parverify.parallel.slots import Kind, Message, Why
 
 _NEVER = float("inf")
 _LOW_CREDIT = 24  # more is asked for below mint / 2 ** this: early enough never to wait for it
@@ -100,6 +103,16 @@ class _Seen:
             self.below += 1
         return True
 
+    def write(self) -> bytes:
+        """The numbers, for another group to read."""
+        return struct.pack(f"<{1 + len(self.beyond)}Q", self.below, *sorted(self.beyond))
+
+    @staticmethod
+    def read(data: bytes) -> _Seen:
+        """What `write` wrote."""
+        below, *beyond = struct.unpack(f"<{len(data) // 8}Q", data)
+        return _Seen(below, set(beyond))
+
     def __contains__(self, epoch: int) -> bool:
         return epoch < self.below or epoch in self.beyond
 
@@ -141,6 +154,8 @@ class Stealing:
         self._arrived: list[Message] = []
         self._out: list[Message] = []
         self._parcels: dict[tuple[int, int], _Parcel] = {}
+        self._unsure: dict[tuple[int, int], Message] = {}  # grants without acknowledgement when the search ended
+        self._parted: dict[int, _Seen] = {}  # what groups had accepted when they parted
         self._epochs = dict.fromkeys(self.peers, 0)
         self._seen = {peer: _Seen() for peer in self.peers}
         self._heard = {(peer, kind): 0 for peer in self.peers for kind in (Kind.REQUEST, Kind.MORE)}
@@ -164,7 +179,10 @@ class Stealing:
         return self.over and not self._parcels
 
     def collect(self) -> list[Any]:
-        """Domains that have arrived since the last call; the group puts them into its pool, then calls `update`."""
+        """Domains that have arrived, or come back after the end, since the last call.
+
+        The group puts them into its pool, then calls `update` unless the search is over.
+        """
         arrived = [message.payload for message in self._arrived]
         self._arrived.clear()
         return arrived
@@ -198,11 +216,20 @@ class Stealing:
         self._parcel(peer, Kind.GRANT, now, count=count, credit=self._split(), payload=payload)
         return self.tick(now)
 
-    def stop(self, payload: bytes, now: float, *, error: bool = False) -> list[Message]:
-        """End the search everywhere: a witness was found, or something went wrong."""
+    def stop(self, why: Why, payload: bytes, now: float) -> list[Message]:
+        """End the search everywhere."""
         if not self.over:
-            self._conclude(Kind.STOP, now, count=int(error), payload=payload)
+            self._conclude(Kind.STOP, now, count=int(why), payload=payload)
         return self._drain()
+
+    def last_words(self, peer: int) -> list[Message]:
+        """What a group must still hear once the search is over: this group's reason, if it has one, and its `END`.
+
+        From now on nothing that the other sends is accepted. These have to be sent in order and without loss.
+        """
+        own = self.notices.get(self.me)
+        end = Message(Kind.END, self.me, peer, 0, payload=self._seen[peer].write())
+        return [end] if own is None else [replace(own, receiver=peer), end]
 
     def tick(self, now: float) -> list[Message]:
         """Do what is due: send again, return credit, find the end, ask."""
@@ -239,6 +266,7 @@ class Stealing:
                 Kind.ACK: self._on_ack,
                 Kind.STOP: self._on_notice,
                 Kind.DONE: self._on_notice,
+                Kind.END: self._on_end,
             }
             handlers[message.kind](message, now)
         return self.tick(now)
@@ -279,6 +307,11 @@ class Stealing:
 
     def _on_ack(self, message: Message, now: float) -> None:
         self._parcels.pop((message.sender, message.epoch), None)
+        self._unsure.pop((message.sender, message.epoch), None)
+
+    def _on_end(self, message: Message, now: float) -> None:
+        self._parted[message.sender] = _Seen.read(message.payload)
+        self._take_back()
 
     def _on_notice(self, message: Message, now: float) -> None:
         self._send(message.sender, Kind.ACK, message.epoch)
@@ -366,9 +399,20 @@ class Stealing:
         self.notices.setdefault(notice.sender, replace(notice, receiver=self.me))
         if not self.over:
             self.state = State.FINISHED if notice.kind is Kind.DONE else State.STOPPED
+            self._unsure = {
+                key: parcel.message for key, parcel in self._parcels.items() if parcel.message.kind is Kind.GRANT
+            }
             self._parcels.clear()
             self._wanted.clear()
             self._asked = None
+            self._take_back()  # a group may part before its reason is known here
+
+    def _take_back(self) -> None:
+        """Once the search is over: decide the grants to groups that have parted."""
+        for key in [key for key in self._unsure if key[0] in self._parted]:
+            grant = self._unsure.pop(key)
+            if key[1] not in self._parted[key[0]]:
+                self._arrived.append(grant)
 
     def _parcel(
         self, peer: int, kind: Kind, now: float, *, count: int = 0, credit: int = 0, payload: Any = None

@@ -4,43 +4,31 @@ The protocol is `parverify.bab.stealing`; here its messages travel as slots on a
 through host memory. A listener thread receives from anyone and answers what needs no domains at once; a courier thread
 sends; grants are made by the leader's own thread in `poll`, which alone touches the pool.
 
-An unmatched send or receive would block for ever, so the end is agreed: once a group knows that the search is over it
-sends every other group a last frame (with its reason, if the reason is its own) and nothing after it, and its listener
-receives until it has the last frame of all others. Frames from one sender arrive in order, so nothing is left over.
+Once a group knows that the search is over it tells every other one (its reason, if the reason is its own, and what it
+has accepted), and waits until it has heard the same from all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import heapq
-import itertools
-import random
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.stealing import Rules, Stealing, nearest_first
 from parverify.errors import LostRankError, ParverifyError
-from parverify.parallel.slots import Kind, Message, pack, unpack
+from parverify.parallel.slots import Kind, Message, Why, pack, unpack
+from parverify.parallel.wire import Faults, Wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_PREFIX = struct.Struct("<BQ")  # whether it is the sender's last, and the length of the slot
-_FRAME = 512
-_FIRST = _FRAME - _PREFIX.size  # bytes of a slot that travel in the frame; the rest follows with another tag
-_TAG_FRAME, _TAG_REST = 0, 1
-_LONGEST = 1 << 40
 _LONGEST_WAIT = 0.5
-_FAILURES = (RuntimeError, ValueError)  # torch.distributed raises the latter once the group is gone
 
 
 class Status(enum.Enum):
@@ -48,8 +36,12 @@ class Status(enum.Enum):
 
     RUNNING = "running"
     FINISHED = "finished"
+    PAUSED = "paused"
     WITNESS = "witness"
     ERROR = "error"
+
+
+_STATUS = {Why.PAUSE: Status.PAUSED, Why.WITNESS: Status.WITNESS, Why.ERROR: Status.ERROR}
 
 
 @dataclass(frozen=True)
@@ -60,8 +52,8 @@ class Event:
         status: whether the search goes on, and how it ended if not.
         received: domains that were put into the pool, one batch for each grant.
         given: sizes of the grants that were taken out of the pool, in order (see `split_off`), after `received`.
-        payload: of the witness or the error.
-        group: where that was found.
+        payload: what the group said that stopped the search.
+        group: its number.
     """
 
     status: Status
@@ -97,24 +89,6 @@ class Counters:
     idle: float = 0.0
     bytes_received: int = 0
     bytes_sent: int = 0
-
-
-@dataclass(frozen=True)
-class Faults:
-    """Faults put on the messages that this group sends, for tests.
-
-    Args:
-        drop, delay, repeat, corrupt: probability of each, drawn independently.
-        seconds: longest delay.
-        seed: of the draws.
-    """
-
-    drop: float = 0.0
-    delay: float = 0.0
-    repeat: float = 0.0
-    corrupt: float = 0.0
-    seconds: float = 0.1
-    seed: int = 0
 
 
 def split_off(pool: Pool, count: int) -> Domains:
@@ -163,7 +137,7 @@ class Exchange:
         self._closing = False
         self._wire = None
         if group is not None and self.size > 1:
-            self._wire = _Wire(group, self._heard, self._lost, faults)
+            self._wire = Wire(group, self._heard, self._lost, faults)
 
     # --- the search's side --------------------------------------------------------------------------------------------
 
@@ -207,22 +181,25 @@ class Exchange:
                     self._news.wait(wait)
             self.counters.idle += time.monotonic() - started
 
-    def stop(self, witness: bytes) -> None:
-        """End the search of all groups: a witness was found here. `close` says which one counts."""
-        with self._news:
-            self._post(self._machine.stop(witness, time.monotonic()))
+    def stop(self, why: Why, payload: bytes = b"") -> None:
+        """End the search of all groups, unless it is over; `close` says which reason counts.
 
-    def fail(self, reason: str) -> None:
-        """End the search of all groups: something went wrong here."""
+        Args:
+            why: a witness was found here, something went wrong here, or domains are to be left open for later.
+            payload: the witness, the error's text, anything.
+        """
         with self._news:
-            self._post(self._machine.stop(reason.encode(), time.monotonic(), error=True))
+            self._post(self._machine.stop(why, payload, time.monotonic()))
 
-    def close(self) -> Event:
-        """Wait until every group knows the end.
+    def close(self, pool: Pool) -> Event:
+        """Wait until every group has parted; every leader calls this.
+
+        Args:
+            pool: takes the domains that were on their way here, or from here and not accepted: then each open domain
+                is in one pool.
 
         Returns:
-            How it ended, the same on every group: an error if there was one, else the witness of the first group that
-            has one, else that everything is closed.
+            How it ended, the same on every group: the most important reason, of the first group that has it.
 
         Raises:
             ParverifyError: the search is not over.
@@ -230,12 +207,16 @@ class Exchange:
         """
         with self._news:
             if not self._machine.over and self._failure is None:
-                raise ParverifyError("an exchange can only be closed after its end; hint: stop or fail it")
+                raise ParverifyError("an exchange is closed before its end", "stop it first")
         while self._wire is not None and self._failure is None and not self._wire.join(_LONGEST_WAIT):
             pass
         with self._news:
             self._check()
-            return self._event()
+            left = tuple(self._machine.collect())
+            event = self._event(left)
+        for domains in left:
+            pool.push(domains)
+        return event
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -262,13 +243,12 @@ class Exchange:
             raise LostRankError(self._failure)
 
     def _event(self, received: tuple[Domains, ...] = (), given: tuple[int, ...] = ()) -> Event:
-        """What the machine's state means; an error before a witness, the first group before others."""
+        """What the machine's state means."""
         if not self._machine.over:
             return Event(Status.RUNNING, received, given)
-        notice = min(self._machine.notices.values(), key=lambda m: (m.kind is Kind.DONE, m.count == 0, m.sender))
-        if notice.kind is Kind.DONE:
-            return Event(Status.FINISHED, received, given)
-        status = Status.ERROR if notice.count else Status.WITNESS
+        notices = self._machine.notices.values()
+        notice = max(notices, key=lambda m: (m.kind is Kind.STOP, m.count, -m.sender))
+        status = _STATUS[Why(notice.count)] if notice.kind is Kind.STOP else Status.FINISHED
         return Event(status, received, given, notice.payload or b"", notice.sender)
 
     def _post(self, messages: Sequence[Message]) -> None:
@@ -277,11 +257,8 @@ class Exchange:
             return
         if self._machine.over:
             self._closing = True
-            own = self._machine.notices.get(self.me)
             for peer in self._machine.peers:
-                slot = b"" if own is None else pack(_to(own, peer), self._run)
-                self._wire.last(peer, slot)
-                self.counters.bytes_sent += len(slot)
+                self._wire.last(peer, [pack(message, self._run) for message in self._machine.last_words(peer)])
             self._news.notify_all()
             return
         for message in messages:
@@ -290,7 +267,7 @@ class Exchange:
             self.counters.bytes_sent += len(slot)
             self._wire.send(message.receiver, slot)
 
-    def _heard(self, slot: bytearray) -> None:
+    def _heard(self, slot: bytes) -> None:
         """Take a slot, on the listener's thread."""
         message = unpack(slot, self._run)
         with self._news:
@@ -316,175 +293,3 @@ def _place(group: ProcessGroup) -> tuple[int, int]:
     import torch.distributed as dist
 
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _to(message: Message, peer: int) -> Message:
-    return Message(message.kind, message.sender, peer, 0, message.count, payload=message.payload)
-
-
-@dataclass(order=True)
-class _Letter:
-    """A slot to be sent: when, in which order, to whom."""
-
-    due: float
-    place: int
-    peer: int = field(compare=False)
-    slot: bytes = field(compare=False)
-    last: bool = field(compare=False, default=False)
-
-
-class _Wire:
-    """Slots over a gloo group: one thread that sends, one that receives.
-
-    Args:
-        group: of the leaders.
-        heard: called with every slot that arrives, on the listener's thread.
-        lost: called with a reason when communication fails.
-        faults: put on what is sent.
-    """
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        heard: Callable[[bytearray], None],
-        lost: Callable[[str], None],
-        faults: Faults | None,
-    ) -> None:
-        import torch.distributed as dist
-
-        self._group, self._hear, self._lose = group, heard, lost
-        self._ranks = dist.get_process_group_ranks(group)
-        self._me = dist.get_rank(group)
-        self._faults = faults
-        self._random = random.Random(f"{faults.seed if faults else 0}-{self._me}")
-        self._letters: list[_Letter] = []
-        self._places = itertools.count()
-        self._ready = threading.Condition()
-        self._threads = [
-            threading.Thread(target=target, name=f"exchange-{name}", daemon=True)
-            for name, target in (("courier", self._deliver), ("listener", self._listen))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def send(self, peer: int, slot: bytes) -> None:
-        """Send a slot in a while; returns at once."""
-        for due, content in self._spoil(slot):
-            self._put(_Letter(due, next(self._places), peer, content))
-
-    def last(self, peer: int, slot: bytes) -> None:
-        """Send the last frame to a group; slots that wait are dropped, there is no use for them any more."""
-        with self._ready:
-            self._letters = [letter for letter in self._letters if letter.last]
-            heapq.heapify(self._letters)
-        self._put(_Letter(0.0, next(self._places), peer, slot, last=True))
-
-    def join(self, seconds: float) -> bool:
-        """Wait until all last frames are sent and received, at most so long for each; whether they are."""
-        for thread in self._threads:
-            thread.join(seconds)
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _put(self, letter: _Letter) -> None:
-        with self._ready:
-            heapq.heappush(self._letters, letter)
-            self._ready.notify()
-
-    def _spoil(self, slot: bytes) -> list[tuple[float, bytes]]:
-        """What becomes of a slot: when to send what. All due now if there are no faults: `place` keeps their order."""
-        if self._faults is None:
-            return [(0.0, slot)]
-        found = []
-        faults, draw = self._faults, self._random.random
-        for _ in range(2 if draw() < faults.repeat else 1):
-            if draw() < faults.drop:
-                continue
-            due = time.monotonic() + draw() * faults.seconds if draw() < faults.delay else 0.0
-            found.append((due, self._corrupt(slot) if draw() < faults.corrupt else slot))
-        return found
-
-    def _corrupt(self, slot: bytes) -> bytes:
-        """One bit flipped, or the end torn off."""
-        place = self._random.randrange(len(slot))
-        if self._random.random() < 0.5:
-            return slot[:place]
-        return slot[:place] + bytes([slot[place] ^ 1 << self._random.randrange(8)]) + slot[place + 1 :]
-
-    def _next(self) -> _Letter:
-        with self._ready:
-            while True:
-                wait = self._letters[0].due - time.monotonic() if self._letters else None
-                if wait is not None and wait <= 0:
-                    return heapq.heappop(self._letters)
-                self._ready.wait(wait)
-
-    def _deliver(self) -> None:
-        """The courier: send until the last frame to everyone is out."""
-        left = len(self._ranks) - 1
-        with self._watched("sending"):
-            while left:
-                letter = self._next()
-                self._send_letter(letter)
-                left -= letter.last
-
-    def _send_letter(self, letter: _Letter) -> None:
-        """Send a frame, and the rest of the slot if it is longer; the receiver takes both as soon as they come."""
-        import torch.distributed as dist
-
-        to, slot = self._ranks[letter.peer], letter.slot
-        frame = torch.zeros(_FRAME, dtype=torch.uint8)
-        start = _PREFIX.pack(letter.last, len(slot)) + slot[:_FIRST]
-        frame[: len(start)] = _bytes(start)
-        pending = [dist.isend(frame, to, group=self._group, tag=_TAG_FRAME)]
-        if len(slot) > _FIRST:
-            rest = _bytes(slot[_FIRST:])
-            pending.append(dist.isend(rest, to, group=self._group, tag=_TAG_REST))
-        for work in pending:
-            if work is not None:
-                work.wait()
-
-    def _listen(self) -> None:
-        """The listener: receive until everyone's last frame is here."""
-        left = len(self._ranks) - 1
-        with self._watched("receiving"):
-            while left:
-                slot, last = self._receive()
-                left -= last
-                if len(slot) or not last:
-                    self._hear(slot)
-
-    @contextlib.contextmanager
-    def _watched(self, what: str) -> Iterator[None]:
-        """Report the end of a thread that is not its proper end; the search must not wait for it in vain."""
-        reason = f"{what} domains ended early"
-        try:
-            yield
-            reason = ""
-        except _FAILURES as error:
-            reason = f"{what} domains failed, another rank is gone: {error}"
-        except ParverifyError as error:
-            reason = f"{what} domains failed: {error}"
-        finally:
-            if reason:
-                self._lose(reason)
-
-    def _receive(self) -> tuple[bytearray, bool]:
-        """One slot from anyone, and whether it is the sender's last."""
-        import torch.distributed as dist
-
-        frame = torch.empty(_FRAME, dtype=torch.uint8)
-        source = dist.recv(frame, group=self._group, tag=_TAG_FRAME)
-        content = frame.numpy().tobytes()
-        last, length = _PREFIX.unpack_from(content)
-        slot = bytearray(content[_PREFIX.size : _PREFIX.size + min(length, _FIRST)])
-        if length > _LONGEST:
-            raise LostRankError(f"rank {source} announces a slot of {length} bytes")
-        if length > _FIRST:
-            rest = torch.empty(length - _FIRST, dtype=torch.uint8)
-            dist.recv(rest, source, group=self._group, tag=_TAG_REST)
-            slot += rest.numpy().tobytes()
-        return slot, bool(last)
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -52,6 +52,15 @@ class Kind(enum.IntEnum):
     ACK = 6
     STOP = 7
     DONE = 8
+    END = 9
+
+
+class Why(enum.IntEnum):
+    """Why a search is stopped, the most important last."""
+
+    PAUSE = 0
+    WITNESS = 1
+    ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -62,9 +71,9 @@ class Message:
         kind: what it is.
         sender, receiver: numbers of the groups.
         epoch: the sender's counter; what it counts depends on the kind.
-        count: domains granted, or (in a request) open at the sender; in a `STOP` 1 for an error, 0 for a witness.
+        count: domains granted, or (in a request) open at the sender; in a `STOP` the `Why`.
         credit: see `parverify.bab.stealing`.
-        payload: `Domains` of a grant, bytes of a `STOP`, else None.
+        payload: `Domains` of a grant, bytes of a `STOP` or `END`, else None.
     """
 
     kind: Kind

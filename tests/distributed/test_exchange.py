@@ -10,7 +10,9 @@ import torch
 
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.stealing import Rules
-from parverify.parallel.exchange import Event, Exchange, Faults, Status, split_off
+from parverify.parallel.exchange import Exchange, Status
+from parverify.parallel.slots import Why
+from parverify.parallel.wire import Faults
 from parverify.parallel.world import World
 from tests.distributed.ranks import on_ranks
 
@@ -65,11 +67,11 @@ def search(world: World, nodes: int, options: dict[str, Any], stop_at: int | Non
         batch = pool.pop(2)
         done.extend(batch["key"].tolist())
         if stop_at in done:
-            exchange.stop(b"here")
+            exchange.stop(Why.WITNESS, b"here")
             stopped = time.monotonic()
         time.sleep(sum(map(seconds_of, batch["key"].tolist())))
         pool.push(children(batch))
-    end: Event = exchange.close()
+    end = exchange.close(pool)
     ended = time.monotonic()
     world.comm.barrier()
     return done, end, exchange.counters, stopped, ended
