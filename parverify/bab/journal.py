@@ -103,15 +103,15 @@ class Journal:
                 if any(group == 0 for _, group, _ in generations(folder)):
                     raise UsageError(f"{folder} holds a journal already", "resume from it, or name a new folder")
                 _remove(path for _, _, path in generations(folder))
-            writer = Writer(self._path, self._disk)
-            writer.append(Kind.HEADER, self._header())
-            writer.sync()
+            self._writer = Writer(self._path, self._disk)
+            self._writer.append(Kind.HEADER, self._header())
+            self._writer.sync()
             self._disk.sync_folder(folder)
         except OSError as error:
+            self.close(sync=False)
             raise UsageError(
                 f"can't write a journal in {folder}: {error.strerror or error}", "name a folder where you may write"
             ) from error
-        self._writer = writer
 
     def _folder_of_file(self) -> Path:
         if self._folder is None or self._identity is None:
