@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "parverify.cli.plan",
     "supports": "parverify.cli.supports",
     "bench": "parverify.cli.bench",
+    "report": "parverify.cli.report",
 }
 
 EXIT_CODES = """\b
