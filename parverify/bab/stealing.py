@@ -59,7 +59,7 @@ class Rules:
     """Figures of the protocol; times are in seconds.
 
     Args:
-        low: ask once no more than so many domains are open; 0 asks when there is nothing left.
+        low: ask once no more than so many domains are open; 0 asks when there is nothing left. See `Stealing.low`.
         most: the most domains of one grant.
         answer: a request without an answer is given up after this.
         resend: a parcel without an acknowledgement is sent again after this, doubling up to `longest_resend`.
@@ -136,6 +136,9 @@ class Stealing:
     them, whatever happens to them meanwhile. Grants are only made there too (`next_share`, `grant`); everything else is
     answered when it comes.
 
+    `low` may be changed at any time. With as many domains as a batch takes, a group asks while it works on its last
+    batch and need not wait for the answer.
+
     Args:
         me: this group's number; group 0 finds the end.
         peers: the other groups in the order in which they are asked.
@@ -146,7 +149,7 @@ class Stealing:
     def __init__(self, me: int, peers: Sequence[int], rules: Rules | None = None, *, now: float = 0.0) -> None:
         self.me, self.peers, self.rules = me, tuple(peers), rules or Rules()
         self.state = State.RUNNING
-        self.open = 0
+        self.open, self.low = 0, self.rules.low
         self.credit = self.rules.mint if me else 0
         self.outstanding = 0 if me else self.rules.mint * len(self.peers)
         self.notices: dict[int, Message] = {}
@@ -328,7 +331,7 @@ class Stealing:
 
     @property
     def _hungry(self) -> bool:
-        return self._started and bool(self.peers) and self.open <= self.rules.low
+        return self._started and bool(self.peers) and self.open <= self.low
 
     def _settle(self, now: float) -> None:
         """With nothing open: give the credit back, or find that all of it is back."""

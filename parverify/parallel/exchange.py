@@ -141,11 +141,13 @@ class Exchange:
 
     # --- the search's side --------------------------------------------------------------------------------------------
 
-    def poll(self, pool: Pool) -> Event:
+    def poll(self, pool: Pool, *, low: int | None = None) -> Event:
         """Put what has arrived into the pool, and take out what others are to have.
 
         Args:
-            pool: all open domains of this group; more or fewer afterwards, unchanged once the search is over.
+            pool: all open domains of this group; more or fewer afterwards.
+            low: ask others with so many open already, best those of one batch: then their answer comes while this
+                group works on its last one. As in the rules if None.
 
         Raises:
             LostRankError: another group is gone.
@@ -154,6 +156,7 @@ class Exchange:
             self._check()
             if self._machine.over:
                 return self._event()
+            self._machine.low = self._machine.rules.low if low is None else low
             arrived = tuple(self._machine.collect())
         for domains in arrived:
             pool.push(domains)
