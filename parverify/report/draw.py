@@ -25,6 +25,7 @@ WIDTH = 9.0  # inches
 _COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#997700", "#004488", "#994455", "#5d8a66")
 _IDLE_COLOR = "#e4e4e4"
 _TICKS = 300  # batches of a rank up to which each one is marked
+_DOTS = 60  # samples of a rank up to which each one has a dot
 _STYLE: dict[Any, Any] = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
 _GRID = 400  # points of a band
 
@@ -91,7 +92,8 @@ def over_time(run: RunReport, value: Value, label: str, mark: str) -> str:
         else:
             for rank, color in zip(ranks, _COLORS * 2, strict=False):
                 times, values = _series(rank, value)
-                look: dict[str, Any] = {"color": color, "linewidth": 1, "marker": "o", "markersize": 1.5}
+                dot = "o" if len(times) <= _DOTS else ""
+                look: dict[str, Any] = {"color": color, "linewidth": 1, "marker": dot, "markersize": 2}
                 axes.plot(times, values, drawstyle="steps-post", label=f"rank {rank.rank}", **look)
         if len(ranks) > 1:
             figure.legend(loc="outside right upper", frameon=False)
