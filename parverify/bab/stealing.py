@@ -34,11 +34,11 @@ none afterwards, so the others take back the domains of exactly those that it ha
 from __future__ import annotations
 
 import enum
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from parverify.bab.parcels import Parcel, Seen
 from parverify.errors import ParverifyError
 from parverify.parallel.slots import Kind, Message, Why
 
@@ -75,46 +75,6 @@ class Rules:
     pause: float = 0.002
     longest_pause: float = 0.05
     mint: int = 1 << 32
-
-
-@dataclass
-class _Parcel:
-    """A message that is kept until it is acknowledged."""
-
-    message: Message
-    due: float
-    wait: float
-
-
-@dataclass
-class _Seen:
-    """Numbers of the parcels accepted from one sender: all below `below`, and those in `beyond`."""
-
-    below: int = 0
-    beyond: set[int] = field(default_factory=set)
-
-    def add(self, epoch: int) -> bool:
-        """Note a number; False if it was there already."""
-        if epoch < self.below or epoch in self.beyond:
-            return False
-        self.beyond.add(epoch)
-        while self.below in self.beyond:
-            self.beyond.remove(self.below)
-            self.below += 1
-        return True
-
-    def write(self) -> bytes:
-        """The numbers, for another group to read."""
-        return struct.pack(f"<{1 + len(self.beyond)}Q", self.below, *sorted(self.beyond))
-
-    @staticmethod
-    def read(data: bytes) -> _Seen:
-        """What `write` wrote."""
-        below, *beyond = struct.unpack(f"<{len(data) // 8}Q", data)
-        return _Seen(below, set(beyond))
-
-    def __contains__(self, epoch: int) -> bool:
-        return epoch < self.below or epoch in self.beyond
 
 
 def nearest_first(me: int, nodes: Sequence[int]) -> tuple[int, ...]:
@@ -156,11 +116,11 @@ class Stealing:
         self._started = False  # nobody is idle before the first update
         self._arrived: list[Message] = []
         self._out: list[Message] = []
-        self._parcels: dict[tuple[int, int], _Parcel] = {}
+        self._parcels: dict[tuple[int, int], Parcel] = {}
         self._unsure: dict[tuple[int, int], Message] = {}  # grants without acknowledgement when the search ended
-        self._parted: dict[int, _Seen] = {}  # what groups had accepted when they parted
+        self._parted: dict[int, Seen] = {}  # what groups had accepted when they parted
         self._epochs = dict.fromkeys(self.peers, 0)
-        self._seen = {peer: _Seen() for peer in self.peers}
+        self._seen = {peer: Seen() for peer in self.peers}
         self._heard = {(peer, kind): 0 for peer in self.peers for kind in (Kind.REQUEST, Kind.MORE)}
         self._wanted: dict[int, int] = {}
         self._asks = self._mores = 0
@@ -313,7 +273,7 @@ class Stealing:
         self._unsure.pop((message.sender, message.epoch), None)
 
     def _on_end(self, message: Message, now: float) -> None:
-        self._parted[message.sender] = _Seen.read(message.payload)
+        self._parted[message.sender] = Seen.read(message.payload)
         self._take_back()
 
     def _on_notice(self, message: Message, now: float) -> None:
@@ -424,7 +384,7 @@ class Stealing:
         epoch = self._epochs[peer]
         self._epochs[peer] += 1
         message = Message(kind, self.me, peer, epoch, count, credit, payload)
-        self._parcels[peer, epoch] = _Parcel(message, now + self.rules.resend, self.rules.resend)
+        self._parcels[peer, epoch] = Parcel(message, now + self.rules.resend, self.rules.resend)
         self._out.append(message)
 
     def _send(self, peer: int, kind: Kind, epoch: int, count: int = 0) -> None:

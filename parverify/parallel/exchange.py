@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LONGEST_WAIT = 0.5
+_FIRST_GRANT = 64
 
 
 class Status(enum.Enum):
@@ -106,7 +107,14 @@ class Exchange:
     """One group's part in the exchange; only the group's leader has one.
 
     Call `poll` between batches, while all open domains of the group are in the pool; `idle_wait` when the pool is
-    empty; `close` at the end, on every leader.
+    empty; `close` at the end, on every leader:
+
+        while not exchange.poll(pool, low=batch).over:
+            if len(pool):
+                ...  # take a batch, bound it, put what is open back; `stop` on a witness
+            else:
+                exchange.idle_wait(seconds)
+        end = exchange.close(pool)
 
     Args:
         group: a gloo group of the leaders alone, used for nothing else; None for a single group.
@@ -114,6 +122,7 @@ class Exchange:
         rules: figures of the protocol.
         run: a number that all groups share, and no earlier exchange between them had.
         faults: for tests.
+        grant_bytes: about how much one grant may be; the first one, before it is known what a domain takes, is small.
     """
 
     def __init__(
@@ -124,6 +133,7 @@ class Exchange:
         rules: Rules | None = None,
         run: int = 0,
         faults: Faults | None = None,
+        grant_bytes: int = 64 << 20,
     ) -> None:
         self.me, self.size = (0, 1) if group is None else _place(group)
         nodes = [0] * self.size if nodes is None else nodes
@@ -132,6 +142,7 @@ class Exchange:
         self.counters = Counters()
         self._machine = Stealing(self.me, nearest_first(self.me, nodes), rules, now=time.monotonic())
         self._run = run
+        self._grant_bytes, self._most = grant_bytes, _FIRST_GRANT
         self._news = threading.Condition()  # guards the machine and the counters
         self._failure: str | None = None
         self._closing = False
@@ -231,8 +242,9 @@ class Exchange:
                 share = self._machine.next_share()
             if share is None:
                 return given
-            peer, count = share
+            peer, count = share[0], min(share[1], self._most)
             domains = split_off(pool, count)
+            self._most = max(1, self._grant_bytes * count // max(1, domains.nbytes()))
             with self._news:
                 if self._machine.over:
                     pool.push(domains)

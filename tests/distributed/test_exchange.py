@@ -53,18 +53,20 @@ def children(domains: Domains) -> Domains:
     return tree(weights, keys)
 
 
-def search(world: World, nodes: int, options: dict[str, Any], stop_at: int | None = None) -> tuple[Any, ...]:
+def search(
+    world: World, nodes: int, options: dict[str, Any], stop_at: int | None = None, *, run: int = 7, group: Any = None
+) -> tuple[Any, ...]:
     """Work the tree off from rank 0; keys done here, the end, counters, and when it ended."""
     import torch.distributed as dist
 
-    group = dist.new_group(list(range(world.size)), backend="gloo")
-    exchange = Exchange(group, rules=QUICK, run=7, **options)
+    group = dist.new_group(backend="gloo") if group is None else group
+    exchange = Exchange(group, rules=QUICK, run=run, **options)
     pool = Pool(memory=1 << 30)
     if world.rank == 0:
         pool.push(tree([nodes], [0]))
     done: list[int] = []
     stopped = 0.0
-    while not exchange.poll(pool).over:
+    while not exchange.poll(pool, low=2 * (run % 2)).over:
         if not len(pool):
             exchange.idle_wait(0.2)
             continue
@@ -98,6 +100,22 @@ def test_every_domain_is_done_once(name: str) -> None:
     assert sum(counter.sent for counter in counters) >= 3
     assert sum(counter.received for counter in counters) == sum(counter.sent for counter in counters)
     assert (sum(counter.rejected for counter in counters) > 0) == (name == "all")
+
+
+def twice(world: World) -> list[tuple[Any, ...]]:
+    """Two searches one after the other over one group; the grants of the second are small."""
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo")
+    faults = {"faults": Faults(delay=0.5, repeat=0.5, seconds=0.02)}
+    first = search(world, 200, faults, 100, run=1, group=group)
+    return [first, search(world, 200, {**faults, "grant_bytes": 100}, run=2, group=group)]
+
+
+def test_a_group_can_be_used_again() -> None:
+    results = on_ranks(3, twice)
+    assert all(first[1].status is Status.WITNESS for first, _ in results)
+    assert sorted(key for _, second in results for key in second[0]) == list(range(200))
 
 
 def test_a_witness_ends_all_of_them() -> None:
