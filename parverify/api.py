@@ -24,6 +24,7 @@ from parverify.bounds.region import BallRegion, BoxRegion, Region, outward_box
 from parverify.budget import make_budget
 from parverify.clock import Clock
 from parverify.config import METHODS, Settings, make_settings
+from parverify.engine import Subject, shared_replay
 from parverify.errors import OutOfTimeError, ParverifyError, SpecError, UsageError
 from parverify.frontend.query import Query
 from parverify.graph.ir import BoundGraph
@@ -31,15 +32,15 @@ from parverify.graph.trace import trace
 from parverify.ops.kernel import Box
 from parverify.ops.places import Counts, counting
 from parverify.ops.rounding import ULPS, allowance
-from parverify.parallel.comm import Comm
-from parverify.parallel.shared import from_first, from_rank, shared_clock
+from parverify.parallel.shared import from_first, from_rank
 from parverify.parallel.world import World
 from parverify.program.division import Division, divide
 from parverify.program.executor import Executor
 from parverify.program.rows import Dense, Tiled, both_signs
+from parverify.program.steps import Placement
 from parverify.progress import NullProgress, Progress
 from parverify.verdict import Result, Verdict
-from parverify.verifier import Subject, Verifier
+from parverify.verifier import Verifier
 
 GAP_POINTS = 32
 BOUND_METHODS = tuple(method for method in METHODS if method not in ("auto", "beta-crown"))
@@ -88,25 +89,26 @@ def verify(
         subject, query = _shared(
             world, settings, lambda: load_subject(model, spec, own, progress, settings, input_shape)
         )
-        clock = shared_clock(own, world.comm)
         if not any(not part.empty_box for part in query):
             return Result(Verdict.UNSAT, reason="the unsafe region is empty")
         with allowance(max(ULPS, settings.bounds.allowance)):
-            return _decide(subject, query, settings, clock, progress)
+            return _decide(subject, query, settings, own, progress, world)
     except OutOfTimeError as error:
         return Result(Verdict.TIMEOUT, reason=error.message)
 
 
-def _decide(subject: Subject, query: Query, settings: Settings, clock: Clock, progress: Progress) -> Result:
+def _decide(
+    subject: Subject, query: Query, settings: Settings, clock: Clock, progress: Progress, world: World
+) -> Result:
     """A verdict in the dtype of the settings; in float64 where float32 is too coarse for the query or its bounds."""
     if settings.dtype == "float32" and not _representable(query):
         progress.log("the property's coefficients are no float32 numbers: bounding in float64")
         settings = replace(settings, dtype="float64")
-    result = Verifier(subject, query, settings, clock, progress).run()
+    result = Verifier(subject, query, settings, clock, progress, world=world).run()
     if result.verdict is Verdict.UNKNOWN and settings.dtype == "float32" and settings.method in ("auto", "beta-crown"):
         progress.log(f"float32 does not decide ({result.reason}): once more in float64")
         first = dict(result.stats)
-        result = Verifier(subject, query, replace(settings, dtype="float64"), clock, progress).run()
+        result = Verifier(subject, query, replace(settings, dtype="float64"), clock, progress, world=world).run()
         result = replace(result, stats={**result.stats, "float32": first})
     return result
 
@@ -174,27 +176,17 @@ def _shared(world: World, settings: Settings, load: Callable[[], tuple[Subject, 
     chosen, comm = choose_strategy(settings.parallel, world.size), world.comm
     loaded = load() if world.rank == 0 else None
     graph = None if loaded is None else loaded[0].graph
-    network = divide(graph, lambda skeleton, rank, size: compile_placement(skeleton, chosen, rank, size), comm)
+
+    def compile_for(skeleton: BoundGraph, rank: int, size: int) -> Placement:
+        return compile_placement(skeleton, chosen, rank, size)
+
+    network = divide(graph, compile_for, comm)
     compile_all(network.graph, chosen, world.size)
     rest = from_first(comm, lambda: None if loaded is None else (loaded[0].input_dtype, loaded[0].gap, loaded[1]))
     if rest is None:
         raise ParverifyError("rank 0 has loaded nothing")
-    replay = None if loaded is None else loaded[0].replay
-    return Subject(network, _shared_replay(replay, comm), rest[0], rest[1]), rest[2]
-
-
-def _shared_replay(replay: Callable[[np.ndarray], np.ndarray] | None, comm: Comm) -> Callable[[np.ndarray], np.ndarray]:
-    """Replays on rank 0, whose results all ranks see."""
-
-    def shared(x: np.ndarray) -> np.ndarray:
-        def make() -> np.ndarray:
-            if replay is None:
-                raise ParverifyError("only rank 0 has the original network")
-            return replay(x)
-
-        return from_first(comm, make)
-
-    return shared
+    source = None if loaded is None else loaded[0].replay
+    return Subject(network, shared_replay(source, comm), rest[0], rest[1], source, compile_for), rest[2]
 
 
 def _read(read: Callable[..., Query], path: Path, n_in: int, n_out: int, clock: Clock) -> Query:

@@ -178,12 +178,15 @@ class ParallelSettings(_Section):
         interm: bound neurons between the products of a tensor-parallel pair by rows or by intervals; None leaves it to
             the strategy.
         prefetch: bring the next weight while the present one is multiplied; None leaves it to the strategy.
+        groups: groups of ranks that search different subproblems of branch and bound; 0 takes as many as there are
+            ranks where the memory allows the whole network on each, else one.
     """
 
     nproc: int = _option(1, least=1)
     strategy: str = _option("auto")
     interm: str | None = _option(None, choices=INTERMS)
     prefetch: bool | None = _option(None)
+    groups: int = _option(0, least=0)
 
 
 @dataclass(frozen=True)

@@ -16,53 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parverify.attack.search import WitnessSearch
 from parverify.bab.activation import ActivationSpace, BetaOptions
-from parverify.bab.domains import Domains, Pool
-from parverify.bab.driver import BatchSize, Search, Space, search
+from parverify.bab.crew import Crew
+from parverify.bab.domains import Domains
+from parverify.bab.driver import BatchSize, Search, Space
 from parverify.bab.input import InputSpace
 from parverify.bab.leaves import LeafDecider
-from parverify.bab.problem import build
 from parverify.bounds.alpha import AlphaOptions, optimize
 from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers, worth_rows
 from parverify.bounds.region import select
-from parverify.budget import Budget, make_budget
 from parverify.clock import Clock
 from parverify.config import Settings
+from parverify.engine import Engine, Subject
 from parverify.errors import OutOfTimeError
 from parverify.frontend.query import Query
-from parverify.graph.ir import BoundGraph
-from parverify.parallel.shared import from_first
-from parverify.program.division import Division
+from parverify.parallel.shared import shared_clock
+from parverify.parallel.world import World
 from parverify.progress import Progress
 from parverify.verdict import Result, Verdict, Witness
 
 INPUT_SPLIT_DIMS = 12  # input splits are tried first where at most this many inputs vary
 INPUT_SPLIT_MOST = 64  # and are a fallback up to here
 MIN_ITERATIONS = 2  # of alpha for the layers; where fewer fit the time, CROWN's bounds are kept
-ROUNDING_SAFETY = 2.0  # the original's rounding may be this much larger than what was seen at a few points
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is verified.
-
-    Args:
-        network: this rank's share of the network.
-        replay: the original, (n_in,) float64 -> (n_out,) float64.
-        input_dtype: of the original's input.
-        gap: the largest difference seen between original and exact outputs.
-    """
-
-    network: Division
-    replay: Any
-    input_dtype: torch.dtype
-    gap: float = 0.0
-
-    @property
-    def graph(self) -> BoundGraph:
-        """The network's graph."""
-        return self.network.graph
 
 
 @dataclass
@@ -85,31 +60,25 @@ class Verifier:
         progress: who is told.
     """
 
-    def __init__(self, subject: Subject, query: Query, settings: Settings, clock: Clock, progress: Progress) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        query: Query,
+        settings: Settings,
+        clock: Clock,
+        progress: Progress,
+        *,
+        world: World | None = None,
+    ) -> None:
         self._subject, self._query, self._settings = subject, query, settings
-        self._clock, self._progress = clock, progress
-        dtype = getattr(torch, settings.dtype)
-        self._problem = build(
-            subject.network, query, dtype=dtype, device=settings.device, gap=ROUNDING_SAFETY * subject.gap
-        )
-        self._executor = self._problem.executor
-        itemsize = torch.finfo(dtype).bits // 8
-        self._budget: Budget = from_first(
-            subject.network.comm, lambda: make_budget(subject.graph, memory=settings.memory, itemsize=itemsize)
-        )
-        self._witnesses = WitnessSearch(
-            self._forward,
-            subject.replay,
-            query,
-            input_dtype=subject.input_dtype,
-            dtype=dtype,
-            device=settings.device,
-            seed=settings.seed,
-            clock=clock,
-            comm=subject.network.comm,
-        )
+        self._progress, self._world = progress, world or World()
+        self._clock = shared_clock(clock, subject.network.comm)
+        self._engine = Engine.make(subject, query, settings, self._clock)
+        self._problem, self._executor = self._engine.problem, self._engine.executor
+        self._budget, self._witnesses = self._engine.budget, self._engine.witnesses
         self._crown: tuple[int, LayerBounds, float] | None = None  # box, CROWN bounds of its layers, seconds they took
         self._state = _State(torch.nonzero(self._problem.box_of >= 0).flatten())
+        self._crew: Crew | None = None
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -168,10 +137,6 @@ class Verifier:
 
     # --- witnesses ---------------------------------------------------------------------------------------------------
 
-    def _forward(self, x: Tensor) -> Tensor:
-        values = self._executor.values(x)
-        return values[self._subject.graph.output].reshape(x.shape[0], -1)
-
     def _share(self, most: float, share: float) -> float:
         left = self._clock.left
         return most if math.isinf(left) else max(0.0, min(most, share * left))
@@ -194,9 +159,6 @@ class Verifier:
             disjuncts=self._state.open.tolist(),
         )
         return self._state.witness is not None
-
-    def _confirm(self, points: Tensor, parts: Tensor) -> Witness | None:
-        return self._witnesses.try_points(points, parts)
 
     # --- bounds of the whole boxes ------------------------------------------------------------------------------------
 
@@ -258,7 +220,9 @@ class Verifier:
                 width = self._problem.rows_per_part
                 points = region.minimizer(swept.A, rows.owner if region.domains > 1 else None)
                 every = still.repeat_interleave(width)
-                self._state.witness = self._confirm(points[every].cpu(), part.repeat_interleave(width)[every].cpu())
+                self._state.witness = self._engine.confirm(
+                    points[every].cpu(), part.repeat_interleave(width)[every].cpu()
+                )
                 if self._state.witness is not None:
                     return torch.cat(kept)
         return torch.cat(kept)
@@ -296,26 +260,21 @@ class Verifier:
 
     def _search_inputs(self, *, may_give_up: bool) -> str | None:
         """Input splits; None where they made too little progress and the rest should be tried otherwise."""
-        space = InputSpace(self._problem, self._options("crown"), clock=self._clock, confirm=self._confirm)
-        watch = _Watch(self._clock) if may_give_up else None
+        crew = self._assemble()
+        engine = crew.engine
+        space = InputSpace(engine.problem, self._options("crown"), clock=engine.clock, confirm=engine.confirm)
+        watch = _Watch(engine.clock) if may_give_up else None
         settings = self._settings.branching
-        ranks = self._executor.comm.size
-        batch = BatchSize(
-            settings.batch or 64, self._budget.batch(settings.batch), fixed=bool(settings.batch), ranks=ranks
-        )
-        result, pool = self._run_search(space, space.roots(self._state.open.cpu()), batch, pause=watch)
-        try:
-            if result.finished or result.witness is not None:
-                reason = self._conclude(result)
-                if not reason and result.witness is None:
-                    self._state.open = self._state.open[:0]
-                return reason
-            if result.unresolved:  # disjuncts of boxes that were set aside are in the pool no more
-                return None
-            self._state.open = torch.unique(torch.cat([pool.pop(len(pool))["part"]])).to(self._state.open.device)
-            return None
-        finally:
-            pool.close()
+        batch = crew.batch(settings.batch or 64, engine.budget.batch(settings.batch), fixed=bool(settings.batch))
+        result, parts = self._run_search(space, space.roots(self._state.open.cpu()), batch, pause=watch)
+        if result.finished or result.witness is not None:
+            reason = self._conclude(result)
+            if not reason and result.witness is None:
+                self._state.open = self._state.open[:0]
+            return reason
+        if not result.unresolved:  # disjuncts of boxes that were set aside are in the pool no more
+            self._state.open = parts.to(self._state.open.device)
+        return None
 
     def _search_activations(self) -> str:
         options = self._options("alpha-crown")
@@ -349,47 +308,52 @@ class Verifier:
             return ""
         self._progress.log(f"alpha-crown: {len(parts)} disjuncts open")
         beta, settings = self._settings.beta, self._settings.branching
-        decider = LeafDecider(self._problem, self._subject.network, region, self._confirm, self._clock, self._progress)
+        crew = self._assemble()
+        engine = crew.engine
+        decider = LeafDecider(engine.problem, engine.network, region, engine.confirm, engine.clock, self._progress)
         space = ActivationSpace(
-            self._problem,
+            engine.problem,
             region,
             found,
             BetaOptions(beta.iterations, beta.lr_alpha, beta.lr_beta, settings.candidates),
-            clock=self._clock,
-            confirm=self._confirm,
+            clock=engine.clock,
+            confirm=engine.confirm,
             decide=decider if self._executor.graph.piecewise_linear else None,
         )
         roots = space.roots(parts, torch.zeros_like(parts))
-        rows, ranks = self._problem.rows_per_part, self._executor.comm.size
-        batch = BatchSize(
-            settings.batch or 16, self._budget.batch(settings.batch, rows), fixed=bool(settings.batch), ranks=ranks
-        )
-        result, pool = self._run_search(space, roots, batch)
-        pool.close()
+        rows = self._problem.rows_per_part
+        batch = crew.batch(settings.batch or 16, engine.budget.batch(settings.batch, rows), fixed=bool(settings.batch))
+        result, _ = self._run_search(space, roots, batch)
         return self._conclude(result)
+
+    def _assemble(self) -> Crew:
+        """The groups that search, made at the first search."""
+        if self._crew is None:
+            self._crew = Crew.make(self._engine, self._subject, self._query, self._settings, self._world)
+            if self._crew.group.count > 1:
+                self._progress.log(f"{self._crew.group.count} groups of ranks search")
+        return self._crew
 
     def _run_search(
         self, space: Space, roots: Domains, batch: BatchSize, *, pause: Callable[[Search], bool] | None = None
-    ) -> tuple[Search, Pool]:
-        """A search whose figures are kept however it ends."""
-        state = Search()
+    ) -> tuple[Search, Tensor]:
+        """A search whose figures are kept however it ends, and the disjuncts that it leaves in the pool."""
+        crew, state = self._assemble(), Search()
         try:
-            return search(
-                space,
-                roots,
-                batch=batch,
-                memory=self._budget.pool,
-                clock=self._clock,
-                progress=self._progress,
-                pause=pause,
-                state=state,
-            )
+            found, parts = crew.search(space, roots, batch=batch, progress=self._progress, pause=pause, state=state)
         finally:
-            stats = self._state.stats
-            for key in ("bounded", "closed", "batches", "spilled"):
-                stats[key] = stats.get(key, 0) + getattr(state, key)
-            stats["branching"] = "input" if isinstance(space, InputSpace) else "activation"
-            self._state.witness = state.witness
+            self._note(space, state)
+        if crew.group.count > 1:
+            self._note(space, found, others=state)
+        self._state.witness = found.witness
+        return found, parts
+
+    def _note(self, space: Space, state: Search, *, others: Search | None = None) -> None:
+        """Add a search's figures, without those that were added already."""
+        stats = self._state.stats
+        for key in ("bounded", "closed", "batches", "spilled"):
+            stats[key] = stats.get(key, 0) + getattr(state, key) - (getattr(others, key) if others else 0)
+        stats["branching"] = "input" if isinstance(space, InputSpace) else "activation"
 
     def _crown_layers(self, boxes: Tensor) -> LayerBounds:
         """CROWN bounds of one box's layers, those of the rung before where they are still there."""

@@ -151,6 +151,14 @@ class Pool:
             have += len(part)
         return join(taken, self._pad)
 
+    def parts(self) -> Tensor:
+        """The disjuncts of all open domains, each once."""
+        found = []
+        for _, _, body, _ in self._heap:
+            part = torch.load(body, weights_only=True)["part"] if isinstance(body, Path) else body["part"]
+            found.append(torch.unique(part))
+        return torch.unique(torch.cat(found)) if found else torch.zeros(0, dtype=torch.long)
+
     def close(self) -> None:
         """Remove the temporary folder."""
         if self._folder is not None:

@@ -52,6 +52,13 @@ class Space(Protocol):
         """Make columns of varying width equal, so that batches can be joined."""
 
 
+class Supply(Protocol):
+    """Where open domains come from, beside the pool itself, and whether there is any left."""
+
+    def __call__(self, pool: Pool, state: Search) -> bool:
+        """False to end the search. May add domains to the pool, take some out of it, or wait for some."""
+
+
 @dataclass
 class Search:
     """The state and the result of a search.
@@ -124,6 +131,7 @@ def search(
     pause: Callable[[Search], bool] | None = None,
     pool: Pool | None = None,
     state: Search | None = None,
+    supply: Supply | None = None,
 ) -> tuple[Search, Pool]:
     """Run until everything is closed, a witness is found, the clock ends, or `pause` says stop.
 
@@ -137,6 +145,7 @@ def search(
         pause: asked after every batch; the pool can be taken up again later.
         pool: continue with this pool instead of a new one.
         state: written after every batch, for a caller that wants the figures of a search that ran out of time too.
+        supply: asked before every batch whether to go on; None to go on until the pool is empty.
 
     Raises:
         OutOfTimeError: the clock ran out.
@@ -144,9 +153,12 @@ def search(
     pool = Pool(memory=memory, pad=space.pad) if pool is None else pool  # type: ignore[arg-type]
     pool.push(roots)
     state = Search() if state is None else state
+    going: Supply = supply or _own
     started = clock.now()
-    while len(pool):
+    while going(pool, state):
         clock.check("searching")
+        if not len(pool):
+            continue
         domains = pool.pop(max(1, batch.size // 2))
         began = clock.now()
         try:
@@ -176,6 +188,24 @@ def search(
         progress.update(open=state.open, closed=state.closed, worst=state.worst, rate=rate, left=clock.left)
         if pause is not None and len(pool) and pause(state):
             return state, pool
-    state.finished = state.witness is None
     state.open = len(pool)
+    state.finished = state.witness is None and not state.open
     return state, pool
+
+
+def _own(pool: Pool, state: Search) -> bool:
+    del state  # whether to go on is a matter of the pool alone
+    return len(pool) > 0
+
+
+def merged(parts: Sequence[Search]) -> Search:
+    """What several searches found together that shared their domains among themselves."""
+    out = Search(
+        witness=next((part.witness for part in parts if part.witness is not None), None),
+        unresolved=[reason for part in parts for reason in part.unresolved],
+        worst=min(part.worst for part in parts),
+    )
+    for key in ("bounded", "closed", "open", "batches", "spilled"):
+        setattr(out, key, sum(getattr(part, key) for part in parts))
+    out.finished = out.witness is None and all(part.finished for part in parts)
+    return out

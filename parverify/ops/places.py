@@ -8,7 +8,7 @@ neurons where nothing was recorded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -27,6 +27,7 @@ class Counts:
     def __init__(self, share: float | None = None) -> None:
         self._share = share
         self._counts: list[int] = []
+        self._most: dict[Hashable, int] = {}
         self._next = 0
 
     def record(self, count: int) -> None:
@@ -45,6 +46,15 @@ class Counts:
             raise ParverifyError("the dry run left the path of the run that was recorded")
         self._next += 1
         return self._counts[self._next - 1]
+
+
+    def record_most(self, key: Hashable, count: int) -> None:
+        """Note the places of a mask that a run meets again and again, in rounds that a dry run goes through once."""
+        self._most[key] = max(count, self._most.get(key, 0))
+
+    def replay_most(self, key: Hashable, entries: int, usual: int) -> int:
+        """The most places that such a mask of so many entries had; `usual` where nothing was recorded."""
+        return min(entries, self._most.get(key, usual))
 
 
 _CURRENT: ContextVar[Counts | None] = ContextVar("counts", default=None)
@@ -71,4 +81,22 @@ def places(mask: Tensor) -> tuple[Tensor, ...]:
     found = torch.nonzero(mask, as_tuple=True)
     if counts is not None:
         counts.record(len(found[0]))
+    return found
+
+
+def places_in_rounds(mask: Tensor, key: Hashable, usual: int) -> Tensor:
+    """Where a mask (N,) holds, for one that comes up in every round of row tiles.
+
+    Args:
+        mask: what it is.
+        key: the same in every round.
+        usual: how many places a dry run assumes of which nothing was recorded.
+    """
+    counts = _CURRENT.get()
+    if mask.is_meta:
+        some = mask.numel() if counts is None else counts.replay_most(key, mask.numel(), usual)
+        return mask.new_empty(some, dtype=torch.long)
+    found = torch.nonzero(mask).flatten()
+    if counts is not None:
+        counts.record_most(key, len(found))
     return found

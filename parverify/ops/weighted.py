@@ -250,7 +250,7 @@ def _pick_conv(node: Node, weight: Tensor, index: Tensor, sign: Tensor, first: i
         where = (place[i] * a["stride"][i])[:, None] + offsets
         at.append(where.reshape(count, 1, *[1] * i, -1, *[1] * (rank - 1 - i)))
     filters = weight.index_select(0, channel) * sign.reshape(view)
-    rows = rows.index_put(tuple(at), filters)
+    rows = rows.index_put_(tuple(at), filters)
     for i, (size, p) in enumerate(zip(in_shape[2:], a["padding"], strict=True)):
         if p:
             rows = rows.narrow(3 + i, p, size)

@@ -241,7 +241,7 @@ def resident(node: Node, weight_shape: Sequence[int]) -> Lowering:
     """The whole weight on this rank, multiplied part by part."""
     some = parts(node, weight_shape)
     push, pull = products(node, "push", some), products(node, "pull", some)
-    pick = products(node, "pick", [whole(node)])
+    pick = products(node, "pick", some)
     return Lowering((piece_of(node, whole(node)),), push, pull, pick, pull, push)
 
 

@@ -8,6 +8,7 @@ recorded by autograd but gathered again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from parverify.errors import ParverifyError
 from parverify.graph.ir import BoundGraph, Node
+from parverify.ops.places import places_in_rounds
 from parverify.ops.weighted import Part, Piece, channel_dim, channel_of, out_channels, pick, piece_of, pull, push
 from parverify.parallel.comm import Comm, Pending
 from parverify.program.steps import (
@@ -272,10 +274,9 @@ class Weights:
         """Fill in the rows whose channel lies in the part."""
         index, sign = rows
         channel = channel_of(node, index)
-        if index.is_meta:
-            at = index  # at most all of them
-        else:
-            at = torch.nonzero((channel >= part.out[0]) & (channel < part.out[1])).flatten()
+        here = (channel >= part.out[0]) & (channel < part.out[1])
+        share = (part.out[1] - part.out[0]) / out_channels(node)
+        at = places_in_rounds(here, (node.name, part), math.ceil(share * len(index)))
         if len(at):
             out[at] = pick(node, weight, index[at], sign[at], part.out[0])
 

@@ -1,0 +1,114 @@
+"""Branch and bound by several groups of ranks: each bounds subproblems of its own and obtains more from the others.
+
+All ranks together bound the roots; then every group takes a share of the network (the whole of it where a group is one
+rank), searches its own pool, and exchanges open domains through `parverify.parallel.exchange`. When all pools are empty
+everywhere, or someone has found a witness, all ranks meet again with one merged result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parverify.bab.domains import Domains, Pool
+from parverify.bab.driver import BatchSize, Search, Space, merged, search
+from parverify.clock import Clock
+from parverify.config import Settings
+from parverify.engine import Engine, Subject, shared_replay
+from parverify.errors import ParverifyError
+from parverify.frontend.query import Query
+from parverify.parallel.groups import Group, make_group
+from parverify.parallel.shared import from_first, from_rank, shared_clock
+from parverify.parallel.world import World
+from parverify.progress import Progress
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The groups of a run, and this rank's engine in its own.
+
+    Args:
+        world: all ranks.
+        group: this rank's.
+        engine: of the group.
+    """
+
+    world: World
+    group: Group
+    engine: Engine
+
+    @staticmethod
+    def make(engine: Engine, subject: Subject, query: Query, settings: Settings, world: World) -> Crew:
+        """Form the groups; all ranks call this.
+
+        Args:
+            engine: of all ranks together.
+            subject, query, settings: of the run.
+            world: the ranks.
+        """
+        count = _group_count(engine, settings, world)
+        if count == 1 or subject.compile_for is None:
+            return Crew(world, Group(0, 1, world.comm), engine)
+        group = make_group(world, count, settings.device)
+        source = from_first(world.comm, lambda: subject.source)
+        if source is None:
+            raise ParverifyError("rank 0 has no original network to replay on")
+        network = subject.network.redivided(subject.compile_for, group.comm)
+        clock = shared_clock(Clock(engine.clock.timeout, engine.clock.started), group.comm)
+        mine = replace(subject, network=network, replay=shared_replay(source, group.comm))
+        return Crew(world, group, Engine.make(mine, query, settings, clock))
+
+    def batch(self, size: int, most: int, *, fixed: bool) -> BatchSize:
+        """The size of this group's batches."""
+        return BatchSize(size, most, fixed=fixed, ranks=self.group.comm.size)
+
+    def search(
+        self,
+        space: Space,
+        roots: Domains,
+        *,
+        batch: BatchSize,
+        progress: Progress,
+        pause: Callable[[Search], bool] | None = None,
+        state: Search,
+    ) -> tuple[Search, Tensor]:
+        """Search from `roots` until everything is closed everywhere, a witness is found, or `pause` says stop.
+
+        Args:
+            space: of this group.
+            roots: open domains, the same on all ranks.
+            batch: see `batch`.
+            progress: told about this group's batches.
+            pause: asked after this group's batches.
+            state: this group's figures, written as it goes.
+
+        Returns:
+            What all groups found together, and the disjuncts of the domains that are left open.
+        """
+        engine = self.engine
+        pool = Pool(memory=engine.budget.pool, pad=space.pad)
+        try:
+            if self.group.count == 1:
+                search(space, roots, batch=batch, memory=0, clock=engine.clock, progress=progress,
+                       pause=pause, pool=pool, state=state)  # fmt: skip
+                return state, pool.parts()
+            self._share(space, roots, batch, progress, pause, pool, state)
+            parts = pool.parts()
+        finally:
+            pool.close()
+        leaders = range(0, self.world.size, self.group.comm.size)
+        found = [from_rank(self.world.comm, rank, (state, parts)) for rank in leaders]
+        return merged([one for one, _ in found]), torch.unique(torch.cat([left for _, left in found]))
+
+
+def _group_count(engine: Engine, settings: Settings, world: World) -> int:
+    """As the settings say; else one group a rank where the memory allows the whole network on each."""
+    if world.size == 1:
+        return 1
+    if settings.parallel.groups:
+        return settings.parallel.groups
+    whole = engine.network.graph.constant_bytes()
+    return world.size if settings.memory is None or 2 * whole < settings.memory else 1
