@@ -110,6 +110,7 @@ class Stealing:
         self.me, self.peers, self.rules = me, tuple(peers), rules or Rules()
         self.state = State.RUNNING
         self.open, self.low = 0, self.rules.low
+        self._pool = 0  # domains that the group can give; others may have arrived since
         self.credit = self.rules.mint if me else 0
         self.outstanding = 0 if me else self.rules.mint * len(self.peers)
         self.notices: dict[int, Message] = {}
@@ -157,6 +158,7 @@ class Stealing:
             ParverifyError: there are domains without credit, which can't be.
         """
         self._started = True
+        self._pool = pool
         self.open = pool + sum(message.count for message in self._arrived)
         if self.open and self.me and not self.credit and not self.over:
             raise ParverifyError(f"group {self.me} has {self.open} open domains and no credit")
@@ -176,6 +178,7 @@ class Stealing:
         """Give domains that have been taken out of the pool, after `next_share`."""
         self._wanted.pop(peer, None)
         self.open -= count
+        self._pool -= count
         self._parcel(peer, Kind.GRANT, now, count=count, credit=self._split(), payload=payload)
         return self.tick(now)
 
@@ -340,7 +343,7 @@ class Stealing:
         """How many domains to give to a group that has `theirs`."""
         if self.me and self.credit < 2:
             return 0
-        return min((self.open - theirs) // 2, self.rules.most)
+        return min((self._pool - theirs) // 2, self.rules.most)
 
     def _split(self) -> int:
         """Credit to give away; group 0 makes it."""

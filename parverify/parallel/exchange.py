@@ -96,7 +96,12 @@ def split_off(pool: Pool, count: int) -> Domains:
     """Take `count` domains out of a pool that holds at least twice as many: every second one of the worst.
 
     The same pool and count give the same domains, so that copies of a pool stay alike.
+
+    Raises:
+        ParverifyError: the pool holds fewer.
     """
+    if len(pool) < 2 * count:
+        raise ParverifyError(f"{count} domains can't be half of a pool of {len(pool)}")
     worst = pool.pop(2 * count)
     order = torch.argsort(worst["lower"], stable=True)
     pool.push(worst.take(order[0::2]))
@@ -149,6 +154,7 @@ class Exchange:
         self._wire = None
         if group is not None and self.size > 1:
             self._wire = Wire(group, self._heard, self._lost, faults)
+            self._wire.start()  # only now: what it hears at once has to be answered
 
     # --- the search's side --------------------------------------------------------------------------------------------
 

@@ -94,6 +94,9 @@ class Wire:
             threading.Thread(target=target, name=f"exchange-{name}", daemon=True)
             for name, target in (("courier", self._deliver), ("listener", self._listen))
         ]
+
+    def start(self) -> None:
+        """Begin to send and to receive."""
         for thread in self._threads:
             thread.start()
 

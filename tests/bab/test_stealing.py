@@ -379,6 +379,14 @@ def test_requests_are_answered_by_the_difference() -> None:
     assert deny.kind is Kind.DENY and rich.next_share() is None
 
 
+def test_what_has_arrived_meanwhile_is_not_granted() -> None:
+    machine = Stealing(1, [0, 2])
+    machine.update(5, 0.0)
+    machine.receive(Message(Kind.GRANT, 2, 1, 0, 20, 8, "twenty"), 0.0)
+    machine.receive(Message(Kind.REQUEST, 0, 1, 1, 1), 0.0)
+    assert machine.open == 25 and machine.next_share() == (0, 2)
+
+
 def test_the_wait_after_refusals_grows_and_is_bounded() -> None:
     rules = Rules(pause=1.0, longest_pause=4.0)
     machine = Stealing(1, [0, 2], rules)

@@ -224,3 +224,5 @@ def test_splitting_a_pool_leaves_two_alike() -> None:
     given = split_off(pool, 5)
     assert given["lower"].tolist() == [-18.0, -16.0, -14.0, -12.0, -10.0]
     assert len(pool) == 15 and pool.worst == -19.0
+    with pytest.raises(ParverifyError, match="half of a pool of 15"):
+        split_off(pool, 8)
