@@ -36,7 +36,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -46,13 +46,13 @@ from parverify.bab.identity import Identity
 from parverify.bab.ledger import Entry, Estate, Ledger, LedgerError
 from parverify.bab.records import Disk, Kind, Reader, Writer, decode, encode, require_byte_order
 from parverify.bab.replay import Restored, file_name, generations, pick
-from parverify.errors import UsageError
+from parverify.bab.snapshot import columns, write_snapshot
+from parverify.errors import ParverifyError, UsageError
 
 Log = Callable[[str], None]
 
 SYNC_EVERY = 1.0  # seconds
 SLACK = 64 << 20  # bytes that a file may grow beyond twice its last snapshot before it is compacted
-CHUNK = 256  # domains in a record of a snapshot
 
 
 class Journal:
@@ -87,6 +87,7 @@ class Journal:
         self.generation = generation
         self._log, self._disk = log or logging.getLogger(__name__).warning, disk or Disk()
         self._writer: Writer | None = None
+        self._lock: BinaryIO | None = None
         self._folder = None if folder is None else Path(folder)
         self._identity = identity
         self._slack, self._limit = SLACK, SLACK
@@ -99,6 +100,7 @@ class Journal:
         require_byte_order()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._take()
             if self.ledger.group == 0 and self.generation == 0:
                 if any(group == 0 for _, group, _ in generations(folder)):
                     raise UsageError(f"{folder} holds a journal already", "resume from it, or name a new folder")
@@ -107,11 +109,23 @@ class Journal:
             self._writer.append(Kind.HEADER, self._header())
             self._writer.sync()
             self._disk.sync_folder(folder)
+        except UsageError:
+            self.close(sync=False)
+            raise
         except OSError as error:
             self.close(sync=False)
             raise UsageError(
                 f"can't write a journal in {folder}: {error.strerror or error}", "name a folder where you may write"
             ) from error
+
+    def _take(self) -> None:
+        """Let no other run write here; group 0 does it for all."""
+        folder = self._folder_of_file()
+        if self.ledger.group == 0:
+            try:
+                self._lock = self._disk.lock(folder / "lock")
+            except BlockingIOError as error:
+                raise UsageError(f"another run writes the journal in {folder}", "wait for its end") from error
 
     def _folder_of_file(self) -> Path:
         if self._folder is None or self._identity is None:
@@ -148,7 +162,7 @@ class Journal:
         roots = self._named(roots).with_columns(depth=torch.zeros(len(roots), dtype=torch.int64))
         self.ledger.found(estates, roots["id"], roots["depth"])
         spaces = {f"space/{name}": tensor for name, tensor in (space or {}).items()}
-        self._write(Kind.START, {"key": key}, _columns(roots) | {"estates": estates} | spaces)
+        self._write(Kind.START, {"key": key}, columns(roots) | {"estates": estates} | spaces)
         return roots
 
     def name(self, children: Domains) -> Domains:
@@ -178,7 +192,7 @@ class Journal:
         self.ledger.split(parents, ids, depths, closed)
         kept = Domains({name: column for name, column in kept.columns.items() if name != "parent"})
         table = {"parents": parents, "ids": ids, "depths": depths, "closed": closed}
-        self._write(Kind.SPLIT, {}, _columns(kept) | table)
+        self._write(Kind.SPLIT, {}, columns(kept) | table)
         return kept
 
     def close_domains(self, domains: Domains | Tensor) -> None:
@@ -212,7 +226,7 @@ class Journal:
         estates = domains["id"]
         domains = self._named(domains)
         self.ledger.found(estates, domains["id"], domains["depth"])
-        self._write(Kind.RECEIVED, {}, _columns(domains) | {"estates": estates})
+        self._write(Kind.RECEIVED, {}, columns(domains) | {"estates": estates})
         return domains
 
     def verdict(self, key: str, conclusion: Mapping[str, Any]) -> None:
@@ -260,9 +274,11 @@ class Journal:
         if sync:
             self.flush(force=True)
         writer, self._writer = self._writer, None
-        if writer is not None:
-            with contextlib.suppress(OSError):
-                writer.close()
+        lock, self._lock = self._lock, None
+        for held in (writer, lock):
+            if held is not None:
+                with contextlib.suppress(OSError):
+                    held.close()
 
     def compact(self) -> None:
         """Replace the file by a snapshot; where that fails, the file stays and grows on."""
@@ -291,16 +307,7 @@ class Journal:
             writer.append(Kind.HEADER, self._header())
             for kind, payload in heads:
                 writer.append(kind, payload)
-            written: set[int] = set()
-            for chunk in _regrouped(rows):
-                entries = [self._entry(name) for name in chunk["id"].tolist()]
-                of = torch.tensor([entry.estate for entry in entries], dtype=torch.int64)
-                writer.append(Kind.OPEN, encode({}, _columns(chunk) | {"of": of}))
-                written.update(chunk["id"].tolist())
-            if written != {*self.ledger.open, *self.ledger.sent}:
-                raise LedgerError("data of open domains is missing in the file")
-            self.ledger.audit()
-            writer.append(Kind.COMMIT, _commit(self.ledger))
+            write_snapshot(writer, rows, self.ledger)
             writer.sync()
             self._disk.replace(scratch, self._path)
         except (OSError, LedgerError):
@@ -311,12 +318,6 @@ class Journal:
         with contextlib.suppress(OSError):  # at worst the old file comes back after a power cut: an older state
             self._disk.sync_folder(self._path.parent)
         return writer
-
-    def _entry(self, name: int) -> Entry:
-        entry = self.ledger.open.get(name) or self.ledger.sent.get(name)
-        if entry is None:
-            raise LedgerError(f"domain {name} is not in the accounts")
-        return entry
 
     # --- taking up again ---------------------------------------------------------------------------------------------
 
@@ -339,6 +340,22 @@ class Journal:
         self = cls(None, 0, log=log, disk=disk)
         self.generation = 1 + max(number for number, _, _ in generations(restored.folder))
         self._folder, self._identity = restored.folder, restored.identity
+        try:
+            self._take()
+            self._take_up(restored)
+        except ParverifyError:
+            self.close(sync=False)
+            raise
+        except OSError as error:
+            self.close(sync=False)
+            raise UsageError(
+                f"can't write the journal {self._path}: {error.strerror or error}", "make room, or resume from a copy"
+            ) from error
+        _remove(path for number, _, path in generations(restored.folder) if number < self.generation)
+        return self
+
+    def _take_up(self, restored: Restored) -> None:
+        """Write what was restored as this journal's first snapshot."""
         heads: list[tuple[Kind, bytes]] = []
         for key, conclusion in restored.verdicts.items():
             heads.append((Kind.VERDICT, encode({"key": key, "conclusion": conclusion})))
@@ -349,15 +366,8 @@ class Journal:
             for name, closed in zip(estates.tolist(), search.closed, strict=True):
                 self.ledger.estates[name] = Estate(0, closed)
             spaces = {f"space/{name}": tensor for name, tensor in search.space.items()}
-            heads.append((Kind.START, encode({"key": key}, _columns(roots) | {"estates": estates} | spaces)))
-        try:
-            self._writer = self._snapshot(heads, self._adopted(restored, owner))
-        except OSError as error:
-            raise UsageError(
-                f"can't write the journal {self._path}: {error.strerror or error}", "make room, or resume from a copy"
-            ) from error
-        _remove(path for number, _, path in generations(restored.folder) if number < self.generation)
-        return self
+            heads.append((Kind.START, encode({"key": key}, columns(roots) | {"estates": estates} | spaces)))
+        self._writer = self._snapshot(heads, self._adopted(restored, owner))
 
     def _adopted(self, restored: Restored, owner: Mapping[str, Tensor]) -> Iterator[Domains]:
         """Open domains of the old files, entered into the accounts under new ids as they pass by."""
@@ -378,43 +388,6 @@ class Journal:
                 meta, arrays = decode(record.payload)
                 estates.update(arrays["estates"].tolist() if meta["key"] == key else ())
         yield from pick(Reader(self._path), {name for name, at in self.ledger.open.items() if at.estate in estates})
-
-
-def _columns(domains: Domains) -> dict[str, Tensor]:
-    return {f"column/{name}": column for name, column in domains.columns.items()}
-
-
-def _commit(ledger: Ledger) -> bytes:
-    names = list(ledger.estates)
-    arrays = {
-        "estates": torch.tensor(names, dtype=torch.int64),
-        "depths": torch.tensor([ledger.estates[name].depth for name in names], dtype=torch.int64),
-        "sent": torch.tensor(list(ledger.sent), dtype=torch.int64),
-    }
-    return encode({"closed": [str(ledger.estates[name].closed) for name in names]}, arrays)
-
-
-def _regrouped(rows: Iterable[Domains]) -> Iterator[Domains]:
-    """The same domains in chunks of up to `CHUNK`, as far as neighbours have columns of the same shapes."""
-    waiting: list[Domains] = []
-    count = 0
-    for part in rows:
-        if waiting and (_signature(part) != _signature(waiting[0]) or count + len(part) > CHUNK):
-            yield _joined(waiting)
-            waiting, count = [], 0
-        if len(part):
-            waiting.append(part)
-            count += len(part)
-    if waiting:
-        yield _joined(waiting)
-
-
-def _signature(domains: Domains) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (column.dtype, column.shape[1:]) for name, column in domains.columns.items()}
-
-
-def _joined(parts: list[Domains]) -> Domains:
-    return Domains({name: torch.cat([part[name] for part in parts]) for name in parts[0].columns})
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -119,6 +119,27 @@ class Disk:
         """A new, empty file, written without a buffer."""
         return open(path, "xb", buffering=0)
 
+    def lock(self, path: Path) -> BinaryIO | None:
+        """An open file that no other process can lock until it is closed; None where the system has no such locks.
+
+        Raises:
+            BlockingIOError: another process has it.
+        """
+        try:
+            import fcntl
+        except ImportError:
+            return None
+        handle = open(path, "ab", buffering=0)  # noqa: SIM115 - it is held as long as the lock
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.close()
+            raise
+        except OSError:  # a file system without locks
+            handle.close()
+            return None
+        return handle
+
     def sync(self, handle: BinaryIO) -> None:
         """Return when what was written is on the disk."""
         os.fsync(handle.fileno())

@@ -6,6 +6,8 @@ import errno
 import itertools
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -28,19 +30,24 @@ from parverify.errors import UsageError
 
 ME = Identity("a" * 64, "b" * 64, {"dtype": "float64"})
 KEY = "float64/input"
+ROOT = Path(__file__).resolve().parents[2]
 SCALE = 2**300
 
 
 @pytest.fixture(autouse=True)
 def closed_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Close what a test, as a process that is killed, leaves open."""
-    handles, create = [], Disk.create
+    handles: list[Any] = []
 
-    def watched(disk: Disk, path: Path) -> Any:
-        handles.append(create(disk, path))
-        return handles[-1]
+    def watch(method: Callable[[Disk, Path], Any]) -> Callable[[Disk, Path], Any]:
+        def watched(disk: Disk, path: Path) -> Any:
+            handles.append(method(disk, path))
+            return handles[-1]
 
-    monkeypatch.setattr(Disk, "create", watched)
+        return watched
+
+    for name in ("create", "lock"):
+        monkeypatch.setattr(Disk, name, watch(getattr(Disk, name)))
     yield
     for handle in handles:
         handle.close()
@@ -338,6 +345,36 @@ def test_a_damaged_snapshot_is_only_its_roots(tmp_path: Path) -> None:
     assert all_open(restored) == boxes(square()) and restored.searches[KEY].closed == (0,)
 
 
+RUNNING = """
+import sys
+from pathlib import Path
+from tests.bab.test_journal import World
+world = World(Path(sys.argv[1]), 2)
+seed = 0
+while True:
+    print(seed, flush=True)
+    world.run(seed, 3)
+    world.journals[0].flush()
+    seed += 1
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    for rounds in (1, 4):
+        folder = tmp_path / str(rounds)
+        with subprocess.Popen(
+            [sys.executable, "-c", RUNNING, str(folder)], stdout=subprocess.PIPE, cwd=ROOT
+        ) as process:
+            assert process.stdout is not None
+            for _ in range(rounds):
+                process.stdout.readline()
+            process.kill()
+        check_cover(replay(folder, ME), [])
+        Journal.resume(replay(folder, ME)).close()
+        check_cover(replay(folder, ME), [])
+
+
 # --- the disk --------------------------------------------------------------------------------------------------------
 
 
@@ -440,6 +477,7 @@ def test_a_snapshot_interrupted_at_each_step(tmp_path: Path, error: BaseExceptio
         outcome: BaseException | None = None
         try:
             if resume:
+                world.journals[0].close(sync=False)
                 Journal.resume(replay(folder, ME), disk=disk).close(sync=False)
             else:
                 world.journals[0].compact()
@@ -524,6 +562,17 @@ def test_a_folder_with_a_journal_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds a journal already; hint: resume from it"):
         Journal(tmp_path, 0, ME)
     check_cover(replay(tmp_path, ME), truth)
+
+
+def test_two_runs_do_not_write_one_journal(tmp_path: Path) -> None:
+    first = Journal(tmp_path, 0, ME)
+    for another in (lambda: Journal(tmp_path, 0, ME), lambda: Journal.resume(replay(tmp_path, ME))):
+        with pytest.raises(UsageError, match="another run writes the journal"):
+            another()
+    first.close()
+    second = Journal.resume(replay(tmp_path, ME))
+    assert second.generation == 1 and second.writes
+    second.close()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no journal at all, but long enough for a header and more" * 9])
