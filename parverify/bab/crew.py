@@ -7,8 +7,10 @@ everywhere, or someone has found a witness, all ranks meet again with one merged
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +22,18 @@ from parverify.config import Settings
 from parverify.engine import Engine, Subject, shared_replay
 from parverify.errors import ParverifyError
 from parverify.frontend.query import Query
+from parverify.parallel.comm import Comm
 from parverify.parallel.groups import Group, make_group
 from parverify.parallel.shared import from_first, from_rank, shared_clock
 from parverify.parallel.world import World
 from parverify.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from parverify.parallel.exchange import Event, Exchange
+
+WAIT = 0.2  # seconds that an idle group waits before it looks again
 
 
 @dataclass(frozen=True)
@@ -34,11 +44,14 @@ class Crew:
         world: all ranks.
         group: this rank's.
         engine: of the group.
+        leaders: the first ranks of all groups, for the exchange; None where there is one group.
     """
 
     world: World
     group: Group
     engine: Engine
+    leaders: ProcessGroup | None = None
+    runs: Iterator[int] = field(default_factory=itertools.count)
 
     @staticmethod
     def make(engine: Engine, subject: Subject, query: Query, settings: Settings, world: World) -> Crew:
@@ -59,11 +72,16 @@ class Crew:
         network = subject.network.redivided(subject.compile_for, group.comm)
         clock = shared_clock(Clock(engine.clock.timeout, engine.clock.started), group.comm)
         mine = replace(subject, network=network, replay=shared_replay(source, group.comm))
-        return Crew(world, group, Engine.make(mine, query, settings, clock))
+        import torch.distributed as dist
+
+        leaders = dist.new_group(list(range(0, world.size, group.comm.size)), backend="gloo")
+        member = leaders if isinstance(leaders, dist.ProcessGroup) else None
+        return Crew(world, group, Engine.make(mine, query, settings, clock), member)
 
     def batch(self, size: int, most: int, *, fixed: bool) -> BatchSize:
         """The size of this group's batches."""
-        return BatchSize(size, most, fixed=fixed, ranks=self.group.comm.size)
+        pace = 1.0 if self.group.count == 1 else 0.5  # others wait for what is found in a batch
+        return BatchSize(size, most, fixed=fixed, ranks=self.group.comm.size, pace=pace)
 
     def search(
         self,
@@ -95,13 +113,69 @@ class Crew:
                 search(space, roots, batch=batch, memory=0, clock=engine.clock, progress=progress,
                        pause=pause, pool=pool, state=state)  # fmt: skip
                 return state, pool.parts()
-            self._share(space, roots, batch, progress, pause, pool, state)
+            sharing = self._sharing()
+            mine = roots if self.group.number == 0 else roots.slice(0, 0)
+            search(space, mine, batch=batch, memory=0, clock=engine.clock, progress=progress,
+                   pause=pause if self.group.number == 0 else None, pool=pool, state=state, supply=sharing)  # fmt: skip
+            sharing.finish(pool, state)
             parts = pool.parts()
         finally:
             pool.close()
         leaders = range(0, self.world.size, self.group.comm.size)
         found = [from_rank(self.world.comm, rank, (state, parts)) for rank in leaders]
         return merged([one for one, _ in found]), torch.unique(torch.cat([left for _, left in found]))
+
+    def _sharing(self) -> _Sharing:
+        from parverify.parallel.exchange import Exchange
+
+        run = next(self.runs)
+        exchange = Exchange(self.leaders, run=run) if self.group.leads else None
+        return _Sharing(exchange, self.group.comm)
+
+
+class _Sharing:
+    """Exchanges domains between batches; the leader talks to other groups, the group's other ranks do as it did."""
+
+    def __init__(self, exchange: Exchange | None, comm: Comm) -> None:
+        self._exchange, self._comm = exchange, comm
+
+    def __call__(self, pool: Pool, state: Search) -> bool:
+        event: Event = from_first(self._comm, lambda: self._leader().poll(pool))
+        self._follow(event, pool)
+        if event.over:
+            return False
+        if not len(pool) and self._exchange is not None:
+            self._exchange.idle_wait(WAIT)
+        return True
+
+    def finish(self, pool: Pool, state: Search) -> None:
+        """Tell the others how this group's search ended, and wait for theirs to end."""
+        event: Event = from_first(self._comm, lambda: self._end(pool, state))
+        self._follow(event, pool)
+
+    def _end(self, pool: Pool, state: Search) -> Event:
+        from parverify.parallel.slots import Why
+
+        exchange = self._leader()
+        if state.witness is not None:
+            exchange.stop(Why.WITNESS)
+        elif len(pool):
+            exchange.stop(Why.PAUSE)
+        return exchange.close(pool)
+
+    def _follow(self, event: Event, pool: Pool) -> None:
+        if self._exchange is None:
+            from parverify.parallel.exchange import split_off
+
+            for domains in event.received:
+                pool.push(domains)
+            for count in event.given:
+                split_off(pool, count)
+
+    def _leader(self) -> Exchange:
+        if self._exchange is None:
+            raise ParverifyError("only the first rank of a group talks to other groups")
+        return self._exchange
 
 
 def _group_count(engine: Engine, settings: Settings, world: World) -> int:

@@ -92,12 +92,13 @@ class BatchSize:
         most: what the memory allows.
         fixed: never change it (except when memory runs out).
         ranks: that bound every batch together; one that runs out of memory alone can't change what the others do.
+        pace: factor on how long a batch may take.
     """
 
     SHORT, LONG = 0.4, 1.2  # seconds
 
-    def __init__(self, size: int, most: int, *, fixed: bool = False, ranks: int = 1) -> None:
-        self._most, self._fixed, self._ranks = most, fixed, ranks
+    def __init__(self, size: int, most: int, *, fixed: bool = False, ranks: int = 1, pace: float = 1.0) -> None:
+        self._most, self._fixed, self._ranks, self._pace = most, fixed, ranks, pace
         self.size = max(1, min(size, most))
 
     def halve(self) -> None:
@@ -114,9 +115,9 @@ class BatchSize:
         """After a batch of `children` that took `seconds`."""
         if self._fixed:
             return
-        if seconds < self.SHORT and children >= self.size // 2:
+        if seconds < self._pace * self.SHORT and children >= self.size // 2:
             self.size = min(self._most, 2 * self.size)
-        elif seconds > self.LONG:
+        elif seconds > self._pace * self.LONG:
             self.size = max(2, self.size // 2)
 
 

@@ -35,12 +35,19 @@ def cases() -> list[tuple[str, Case, dict[str, Any]]]:
     return out
 
 
-def verdicts(world: World, strategy: str) -> list[tuple[str, list[float] | None, int]]:
+def verdicts(world: World, strategy: str, groups: int = 1) -> list[tuple[str, list[float] | None, int]]:
     out = []
     for number, (name, case, options) in enumerate(cases()):
         module = make(name, 2, number // 4)
         result = parverify.verify(
-            module, case.query, timeout=60, world=world, parallel__strategy=strategy, attack__steps=10, **options
+            module,
+            case.query,
+            timeout=60,
+            world=world,
+            parallel__strategy=strategy,
+            parallel__groups=groups,
+            attack__steps=10,
+            **options,
         )
         witness = None if result.witness is None else result.witness.x.tolist()
         out.append((result.verdict.value, witness, result.stats.get("bounded", 0)))
@@ -56,6 +63,17 @@ def test_verdicts_are_those_of_one_process(strategy: str) -> None:
         for rank in ranks:
             assert [verdict for verdict, _, _ in rank] == [verdict for verdict, _, _ in alone]
             assert rank == ranks[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "groups", "strategy"), [(2, 2, "fold"), (4, 4, "fsdp"), (4, 2, "fold"), (4, 2, "fsdp")]
+)
+def test_groups_that_exchange_domains_give_the_same_verdicts(size: int, groups: int, strategy: str) -> None:
+    alone = verdicts(World(), "single")
+    ranks = on_ranks(size, verdicts, strategy, groups)
+    for rank in ranks:
+        assert [verdict for verdict, _, _ in rank] == [verdict for verdict, _, _ in alone]
+        assert rank == ranks[0]
 
 
 def test_bounds_that_differ_between_ranks_are_an_error() -> None:
