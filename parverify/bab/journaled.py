@@ -1,0 +1,62 @@
+"""A space whose splits, closed domains and leaves go through a journal; the search itself needs not know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parverify.bab.domains import Domains
+from parverify.bab.driver import Bounded, Space
+from parverify.bab.journal import Journal
+from parverify.verdict import Witness
+
+
+class Journaled:
+    """Another space, written down. See `parverify.bab.driver.Space`.
+
+    The inner space keeps the columns of a parent in its children and raises `depth` by one for each halving. Domains
+    come from `Journal.start`, `Journal.received` or `Journal.domains`.
+
+    Args:
+        space: does the work.
+        journal: is told of it.
+    """
+
+    def __init__(self, space: Space, journal: Journal) -> None:
+        self._space, self._journal = space, journal
+
+    def split(self, domains: Domains, children: int) -> tuple[Domains, Domains]:
+        """The inner space's children with ids of their own."""
+        made, stuck = self._space.split(domains, children)
+        return self._journal.name(made), stuck
+
+    def bound(self, domains: Domains) -> Bounded:
+        """Bounds of children; what is closed and what stays open is written down, unless there is a witness.
+
+        Raises:
+            LedgerError: the accounts do not add up.
+        """
+        bounded = self._space.bound(domains)
+        if bounded.witness is not None:
+            return bounded
+        kept = self._journal.split(domains, bounded.domains)
+        self._journal.flush()
+        return Bounded(kept, bounded.closed)
+
+    def leaf(self, domains: Domains) -> tuple[int, Witness | None, list[str]]:
+        """Decide leaves one after the other; those that are not closed stay open in the journal."""
+        closed = 0
+        reasons: list[str] = []
+        for place in range(len(domains)):
+            leaf = domains.slice(place, place + 1)
+            done, witness, why = self._space.leaf(leaf)
+            if witness is not None:
+                return closed, witness, reasons
+            if done:
+                self._journal.close_domains(leaf)
+            closed += done
+            reasons += why
+        return closed, None, reasons
+
+    def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
+        """As the inner space."""
+        return self._space.pad(parts)
