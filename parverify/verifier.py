@@ -101,6 +101,11 @@ class Verifier:
             "replays": self._witnesses.replays,
             "open_disjuncts": len(self._state.open),
         }
+        if self._crew is not None:
+            # a clock that ran out did so on one rank; the others are elsewhere
+            alone = verdict is Verdict.TIMEOUT
+            reports = [self._crew.record.report(self._world.rank)] if alone else self._crew.reports()
+            stats["ranks"] = [report.encode() for report in reports]
         witness = self._state.witness if verdict is Verdict.SAT else None
         return Result(verdict, witness, reason, stats)
 

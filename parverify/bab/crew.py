@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.driver import BatchSize, Search, Space, merged, search
+from parverify.bab.record import Record
 from parverify.clock import Clock
 from parverify.config import Settings
 from parverify.engine import Engine, Subject, shared_replay
@@ -27,6 +28,7 @@ from parverify.parallel.groups import Group, make_group
 from parverify.parallel.shared import from_first, from_rank, shared_clock
 from parverify.parallel.world import World
 from parverify.progress import Progress
+from parverify.report.schema import RankReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,12 +46,14 @@ class Crew:
         world: all ranks.
         group: this rank's.
         engine: of the group.
+        record: what this rank did.
         leaders: the first ranks of all groups, for the exchange; None where there is one group.
     """
 
     world: World
     group: Group
     engine: Engine
+    record: Record
     leaders: ProcessGroup | None = None
     runs: Iterator[int] = field(default_factory=itertools.count)
 
@@ -64,7 +68,7 @@ class Crew:
         """
         count = _group_count(engine, settings, world)
         if count == 1 or subject.compile_for is None:
-            return Crew(world, Group(0, 1, world.comm), engine)
+            return Crew(world, Group(0, 1, world.comm), engine, Record(engine.clock))
         group = make_group(world, count, settings.device)
         source = from_first(world.comm, lambda: subject.source)
         if source is None:
@@ -76,7 +80,12 @@ class Crew:
 
         leaders = dist.new_group(list(range(0, world.size, group.comm.size)), backend="gloo")
         member = leaders if isinstance(leaders, dist.ProcessGroup) else None
-        return Crew(world, group, Engine.make(mine, query, settings, clock), member)
+        return Crew(world, group, Engine.make(mine, query, settings, clock), Record(clock), member)
+
+    def reports(self) -> list[RankReport]:
+        """Every rank's account; all ranks call this."""
+        mine = self.record.report(self.world.rank)
+        return [from_rank(self.world.comm, rank, mine) for rank in range(self.world.size)]
 
     def batch(self, size: int, most: int, *, fixed: bool) -> BatchSize:
         """The size of this group's batches."""
@@ -111,12 +120,23 @@ class Crew:
         try:
             if self.group.count == 1:
                 search(space, roots, batch=batch, memory=0, clock=engine.clock, progress=progress,
-                       pause=pause, pool=pool, state=state)  # fmt: skip
+                       pause=pause, pool=pool, state=state, record=self.record)  # fmt: skip
                 return state, pool.parts()
             sharing = self._sharing()
             mine = roots if self.group.number == 0 else roots.slice(0, 0)
-            search(space, mine, batch=batch, memory=0, clock=engine.clock, progress=progress,
-                   pause=pause if self.group.number == 0 else None, pool=pool, state=state, supply=sharing)  # fmt: skip
+            search(
+                space,
+                mine,
+                batch=batch,
+                memory=0,
+                clock=engine.clock,
+                progress=progress,
+                pause=pause if self.group.number == 0 else None,
+                pool=pool,
+                state=state,
+                supply=sharing,
+                record=self.record,
+            )
             sharing.finish(pool, state)
             parts = pool.parts()
         finally:
@@ -130,28 +150,32 @@ class Crew:
 
         run = next(self.runs)
         exchange = Exchange(self.leaders, run=run) if self.group.leads else None
-        return _Sharing(exchange, self.group.comm)
+        return _Sharing(exchange, self.group.comm, self.record)
 
 
 class _Sharing:
     """Exchanges domains between batches; the leader talks to other groups, the group's other ranks do as it did."""
 
-    def __init__(self, exchange: Exchange | None, comm: Comm) -> None:
-        self._exchange, self._comm = exchange, comm
+    def __init__(self, exchange: Exchange | None, comm: Comm, record: Record) -> None:
+        self._exchange, self._comm, self._record = exchange, comm, record
 
     def __call__(self, pool: Pool, state: Search) -> bool:
         event: Event = from_first(self._comm, lambda: self._leader().poll(pool))
         self._follow(event, pool)
         if event.over:
             return False
-        if not len(pool) and self._exchange is not None:
-            self._exchange.idle_wait(WAIT)
+        if not len(pool):
+            self._record.idle()
+            if self._exchange is not None:
+                self._exchange.idle_wait(WAIT)
         return True
 
     def finish(self, pool: Pool, state: Search) -> None:
         """Tell the others how this group's search ended, and wait for theirs to end."""
         event: Event = from_first(self._comm, lambda: self._end(pool, state))
         self._follow(event, pool)
+        if self._exchange is not None:
+            self._record.exchanged(self._exchange.counters)
 
     def _end(self, pool: Pool, state: Search) -> Event:
         from parverify.parallel.slots import Why

@@ -15,6 +15,7 @@ import torch
 
 from parverify.attack.batches import out_of_memory
 from parverify.bab.domains import Domains, Pool
+from parverify.bab.record import Record
 from parverify.clock import Clock
 from parverify.errors import ResourceError
 from parverify.progress import Progress
@@ -133,6 +134,7 @@ def search(
     pool: Pool | None = None,
     state: Search | None = None,
     supply: Supply | None = None,
+    record: Record | None = None,
 ) -> tuple[Search, Pool]:
     """Run until everything is closed, a witness is found, the clock ends, or `pause` says stop.
 
@@ -147,6 +149,7 @@ def search(
         pool: continue with this pool instead of a new one.
         state: written after every batch, for a caller that wants the figures of a search that ran out of time too.
         supply: asked before every batch whether to go on; None to go on until the pool is empty.
+        record: is told of every batch.
 
     Raises:
         OutOfTimeError: the clock ran out.
@@ -185,6 +188,8 @@ def search(
         pool.push(bounded.domains)
         batch.adapt(len(children), clock.now() - began)
         state.open, state.worst, state.spilled = len(pool), pool.worst, pool.spilled
+        if record is not None:
+            record.batch(children, bounded.closed, state.open, state.worst)
         rate = state.bounded / max(clock.now() - started, 1e-9)
         progress.update(open=state.open, closed=state.closed, worst=state.worst, rate=rate, left=clock.left)
         if pause is not None and len(pool) and pause(state):
