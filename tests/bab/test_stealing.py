@@ -319,6 +319,8 @@ def test_at_random_with_loss_and_repetition(size: int) -> None:
         draw = random.Random(seed)
         faults = {"time": 300, "drop": draw.choice([0, 20, 200]), "repeat": draw.choice([0, 20, 200])}
         groups = Groups.make(random_tree(draw, 40), size, left=faults, mint=draw.choice([2, 4, 1 << 32]))
+        for machine in groups.machines:
+            machine.low = draw.choice([0, 0, 3])
         wander(groups, draw, kinds)
         groups.complete()
         assert sorted(groups.done) == list(range(40))
