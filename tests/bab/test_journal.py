@@ -261,7 +261,7 @@ def small_run(folder: Path, steps: int = 9) -> tuple[World, list[Box]]:
     return world, world.truth()
 
 
-@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("group", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_file_cut_at_every_byte_of_its_last_record(tmp_path: Path, group: int) -> None:
     _, truth = small_run(tmp_path)
     path = tmp_path / file_name(0, group)
@@ -288,7 +288,7 @@ def test_a_file_cut_behind_every_record(tmp_path: Path, group: int) -> None:
         check_cover(replay(tmp_path, ME), truth)
 
 
-@pytest.mark.parametrize("record", [2, 4, -1])
+@pytest.mark.parametrize("record", [2, 4, pytest.param(-1, marks=pytest.mark.slow)])
 def test_every_flipped_byte_of_a_record_ends_the_file_there(tmp_path: Path, record: int) -> None:
     _, truth = small_run(tmp_path)
     path = tmp_path / file_name(0, 0)
@@ -465,8 +465,10 @@ class DyingDisk(Disk):
         super().sync_folder(folder)
 
 
-@pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "No space left on device")])
-@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "error", [pytest.param(Killed(), marks=pytest.mark.slow), OSError(errno.ENOSPC, "No space left on device")]
+)
+@pytest.mark.parametrize("resume", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_snapshot_interrupted_at_each_step(tmp_path: Path, error: BaseException, resume: bool) -> None:
     reached = 0
     for left in range(40):
