@@ -142,8 +142,11 @@ class Crew:
         finally:
             pool.close()
         leaders = range(0, self.world.size, self.group.comm.size)
-        found = [from_rank(self.world.comm, rank, (state, parts)) for rank in leaders]
-        return merged([one for one, _ in found]), torch.unique(torch.cat([left for _, left in found]))
+        found = [from_rank(self.world.comm, rank, (state, parts, sharing.gained)) for rank in leaders]
+        lost = -sum(gained for _, _, gained in found)
+        if lost:  # what was given away must have arrived, or nothing can be concluded
+            raise ParverifyError(f"{lost} domains were lost between groups of ranks")
+        return merged([one for one, _, _ in found]), torch.unique(torch.cat([left for _, left, _ in found]))
 
     def _sharing(self) -> _Sharing:
         from parverify.parallel.exchange import Exchange
@@ -158,6 +161,7 @@ class _Sharing:
 
     def __init__(self, exchange: Exchange | None, comm: Comm, record: Record) -> None:
         self._exchange, self._comm, self._record = exchange, comm, record
+        self.gained = 0  # domains received less those given away
 
     def __call__(self, pool: Pool, state: Search) -> bool:
         event: Event = from_first(self._comm, lambda: self._leader().poll(pool))
@@ -188,6 +192,7 @@ class _Sharing:
         return exchange.close(pool)
 
     def _follow(self, event: Event, pool: Pool) -> None:
+        self.gained += sum(len(domains) for domains in event.received) - sum(event.given)
         if self._exchange is None:
             from parverify.parallel.exchange import split_off
 
