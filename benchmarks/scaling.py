@@ -49,7 +49,10 @@ def compare(instance: Instance, tile: int, options: argparse.Namespace) -> tuple
     for _ in range(options.pairs):
         pair = [
             bounds(instance, mode, settings=settings, timeout=options.timeout)
-            for mode in (Mode(), Mode(options.strategy, options.ranks))
+            for mode in (
+                Mode(),
+                Mode(options.strategy, options.ranks, {"parallel.prefetch": str(options.prefetch).lower()}),
+            )
         ]
         single.append(pair[0])
         fold.append(pair[1])
@@ -81,6 +84,7 @@ def main() -> int:
     parser.add_argument("--tiles", type=lambda text: [int(part) for part in text.split(",")], default=TILES)
     parser.add_argument("--strategy", default="fold")
     parser.add_argument("--ranks", type=int, default=LIMIT_RANKS)
+    parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="bring parts early")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for one run")
