@@ -25,7 +25,7 @@ from parverify.bounds.region import Region, select
 from parverify.clock import Clock
 from parverify.ops.kernel import Box
 from parverify.ops.relaxation import Alpha, Relaxations
-from parverify.program.executor import Splits, Swept
+from parverify.program.sweep import Splits, Swept
 from parverify.verdict import Witness
 
 Confirm = Callable[[Tensor, Tensor], "Witness | None"]

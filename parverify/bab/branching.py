@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parverify.bab.input import nearest_row
 from parverify.graph.ir import Node
-from parverify.program.executor import Swept
+from parverify.program.sweep import Swept
 
 if TYPE_CHECKING:
     from parverify.bab.activation import ActivationSpace, BatchRun

@@ -15,8 +15,9 @@ from parverify.clock import Clock
 from parverify.errors import OutOfTimeError
 from parverify.graph.trace import trace
 from parverify.ops.relaxation import Alpha
-from parverify.program.executor import Executor, Splits
+from parverify.program.executor import Executor
 from parverify.program.rows import Dense, both_signs
+from parverify.program.sweep import Splits
 from tests.bounds.zoo import NETWORKS, made, random_box, sampled, values
 
 RELUS = ["mlp", "residual", "convolutional", "leaky_relu", "max", "clip"]

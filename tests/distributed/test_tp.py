@@ -18,9 +18,10 @@ from parverify.graph.ir import BoundGraph
 from parverify.graph.trace import trace
 from parverify.ops.relaxation import Alpha
 from parverify.parallel.world import World
-from parverify.program.executor import Executor, Splits
+from parverify.program.executor import Executor
 from parverify.program.rows import Dense, OneHot, Rows, both_signs
 from parverify.program.steps import Placement, Product
+from parverify.program.sweep import Splits
 from tests.bounds.zoo import METHODS, bounded, random_box
 from tests.distributed.ranks import on_ranks
 from tests.tp.networks import NETWORKS, executor, made, placement
