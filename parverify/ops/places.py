@@ -47,7 +47,6 @@ class Counts:
         self._next += 1
         return self._counts[self._next - 1]
 
-
     def record_most(self, key: Hashable, count: int) -> None:
         """Note the places of a mask that a run meets again and again, in rounds that a dry run goes through once."""
         self._most[key] = max(count, self._most.get(key, 0))
