@@ -150,7 +150,8 @@ def test_sums_in_another_order_change_only_the_rounding(
                 assert float((high - expected_high).abs().max()) <= tolerance * scale
             predicted, seen = mine["moved"]
             assert predicted == seen
-            assert mine["peak"][0] == pytest.approx(mine["peak"][1], rel=0.1)
+            # a real convolution may return another memory layout than one without data, and then one more copy is made
+            assert mine["peak"][0] == pytest.approx(mine["peak"][1], rel=0.1 if strategy == "ring" else 0.15)
 
 
 def _zoo(world: World, strategy: str) -> dict[str, list[str]]:
