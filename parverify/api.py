@@ -170,7 +170,7 @@ def _shared(world: World, settings: Settings, load: Callable[[], tuple[Subject, 
     """What rank 0 has loaded, divided over the ranks; the others get their share and ask rank 0 for replays."""
     if world.size == 1 and settings.parallel.strategy == "auto":
         return load()
-    from parverify.strategy.compile import compile_all, compile_placement
+    from parverify.strategy.compile import check_all, compile_placement
     from parverify.strategy.directives import choose_strategy
 
     chosen, comm = choose_strategy(settings.parallel, world.size), world.comm
@@ -181,7 +181,7 @@ def _shared(world: World, settings: Settings, load: Callable[[], tuple[Subject, 
         return compile_placement(skeleton, chosen, rank, size)
 
     network = divide(graph, compile_for, comm)
-    compile_all(network.graph, chosen, world.size)
+    check_all(network.graph, network.placements)
     rest = from_first(comm, lambda: None if loaded is None else (loaded[0].input_dtype, loaded[0].gap, loaded[1]))
     if rest is None:
         raise ParverifyError("rank 0 has loaded nothing")

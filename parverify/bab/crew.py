@@ -138,6 +138,9 @@ class Crew:
                 record=self.record,
             )
             sharing.finish(pool, state)
+            # what was under way when the search ended is back in some pool, and open
+            state.open = len(pool)
+            state.finished = state.finished and not state.open
             parts = pool.parts()
         finally:
             pool.close()

