@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import parverify
-from parverify.api import BOUND_METHODS, bounds_report
+from parverify.api import BOUND_METHODS
+from parverify.bounding import bounds_report
 from parverify.clock import Clock
 from parverify.config import make_settings
 from parverify.errors import UsageError

@@ -20,6 +20,7 @@ from parverify.cli.run import hard_timeout, lag
 from parverify.cli.supervise import Worker, private_folder, stop_signals, wait
 from parverify.cli.work import DONE, Boundary, Request, perform, rank_count
 from parverify.clock import Clock
+from parverify.config import Settings
 from parverify.errors import ParverifyError
 from parverify.parallel.place import place
 from parverify.results import AtomicFile, to_json
@@ -56,21 +57,40 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         ctx.exit(outcome.exit_code)
 
 
-def _bounds(options: dict[str, Any], started: float) -> Outcome:
-    """Find the bounds, and write and show them unless this is a rank that only takes part."""
-    here = place()
-    first = here is None or here.rank == 0
+def prepare(
+    options: dict[str, Any], started: float, *, writes: bool = True
+) -> tuple[AtomicFile | None, Settings, Clock]:
+    """What `bounds` and `plan` do before they load anything: check files, and resolve settings and clock.
+
+    Args:
+        options: of the command; those of `settings_options` are taken out.
+        started: `time.monotonic()` at the start of the process.
+        writes: whether this process writes the JSON file.
+
+    Raises:
+        UsageError: a file, a setting or an option is not allowed.
+    """
     model, spec, target = options["model"], options["spec"], options["json_file"]
     keep_inputs((model, spec, options["config"]), {"--json": target})
-    file = None if target in (None, "-") or not first else AtomicFile(target, option="--json")
+    file = None if target in (None, "-") or not writes else AtomicFile(target, option="--json")
     if file is not None:
         file.probe()
     settings = take_settings(options)
     if settings.method not in METHODS:
         settings = replace(settings, method="crown")
     check_files(model, spec)
-    clock = Clock(options["timeout"] or math.inf, started)
-    request = Request(model, spec, settings, clock, options["verbose"], options["quiet"], bounds=True)
+    return file, settings, Clock(options["timeout"] or math.inf, started)
+
+
+def _bounds(options: dict[str, Any], started: float) -> Outcome:
+    """Find the bounds, and write and show them unless this is a rank that only takes part."""
+    here = place()
+    first = here is None or here.rank == 0
+    target = options["json_file"]
+    file, settings, clock = prepare(options, started, writes=first)
+    request = Request(
+        options["model"], options["spec"], settings, clock, options["verbose"], options["quiet"], bounds=True
+    )
     outcome = perform(request) if rank_count(settings) == 1 else _watch(request)
     if outcome.verdict != DONE or not first:
         return outcome

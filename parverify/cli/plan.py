@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from parverify.cli.bounds import METHODS
-from parverify.cli.files import check_files, keep_inputs
-from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
+from parverify.cli.bounds import METHODS, prepare
+from parverify.cli.options import settings_options, talk_options, timeout_option
 from parverify.cli.work import Boundary
 from parverify.clock import Clock
 from parverify.config import Settings
-from parverify.errors import SpecError, UsageError
-from parverify.results import AtomicFile, to_json
+from parverify.errors import UsageError
+from parverify.results import to_json
 
 _UNSTABLE = 0.05
 
@@ -51,20 +49,13 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _plan(options: dict[str, Any], started: float) -> None:
-    model, spec, target = options["model"], options["spec"], options["json_file"]
-    keep_inputs((model, spec, options["config"]), {"--json": target})
-    file = None if target in (None, "-") else AtomicFile(target, option="--json")
-    if file is not None:
-        file.probe()
-    settings = take_settings(options)
-    if settings.method not in METHODS:
-        settings = replace(settings, method="crown")
-    check_files(model, spec)
-    clock = Clock(options["timeout"] or math.inf, started)
-    report = make_plan(model, spec, settings, clock, start=options["start"], unstable=options["unstable"])
+    file, settings, clock = prepare(options, started)
+    report = make_plan(
+        options["model"], options["spec"], settings, clock, start=options["start"], unstable=options["unstable"]
+    )
     if file is not None:
         file.write(to_json(report))
-    if target == "-":
+    if options["json_file"] == "-":
         click.echo(to_json(report), nl=False)
     elif not options["quiet"]:
         click.echo("\n".join(plan_text(report)))
@@ -88,14 +79,19 @@ def make_plan(
     Raises:
         UsageError: no sweep starts from `start`, or the strategy does not fit.
     """
+    from parverify.bounding import Bounding
+    from parverify.loading import load_subject
+    from parverify.ops.places import Counts
     from parverify.program.printer import gradient_lines, held_lines, sweep_lines
     from parverify.program.steps import compile_sweep
+    from parverify.progress import NullProgress
     from parverify.strategy.compile import compile_all, starts
     from parverify.strategy.directives import choose_strategy
 
     strategy = choose_strategy(settings.parallel, settings.parallel.nproc)
-    dry = DryRun(model, spec, settings, clock)
-    graph = dry.graph
+    subject, query = load_subject(model, spec, clock, NullProgress(), settings, None)
+    task = Bounding.of(subject, query, settings)
+    graph, itemsize = task.graph, task.dtype.itemsize
     first = graph.output if start is None else start
     if first not in starts(graph):
         raise UsageError(f"--start: no sweep starts from {first!r}; allowed: {', '.join(starts(graph))}")
@@ -103,18 +99,18 @@ def make_plan(
     for placement in compile_all(graph, strategy, settings.parallel.nproc):
         clock.check("planning")
         program = compile_sweep(graph, first, placement, one_hot=True)
-        holds = held_lines(graph, placement, dry.itemsize)
+        holds = held_lines(graph, placement, itemsize)
         lines = {
             "holds": holds,
-            "sweep": sweep_lines(graph, placement, program, dry.itemsize),
-            "gradient": gradient_lines(graph, placement, program, dry.itemsize),
+            "sweep": sweep_lines(graph, placement, program, itemsize),
+            "gradient": gradient_lines(graph, placement, program, itemsize),
         }
         ranks.append(
             {
                 "rank": placement.rank,
                 "weight_bytes": sum(line.bytes or 0 for line in holds),
                 **{name: [asdict(line) for line in some] for name, some in lines.items()},
-                "predicted": dry.predict(placement, strategy.tile(settings.bounds.tile), unstable),
+                "predicted": task.predict(placement, Counts(unstable)),
             }
         )
     return {
@@ -126,62 +122,6 @@ def make_plan(
         "unstable": unstable,
         "ranks": ranks,
     }
-
-
-class DryRun:
-    """What `bounds` would run on a network and a property, on tensors without data.
-
-    Args:
-        model, spec: the files.
-        settings: all of them.
-        clock: checked while loading.
-    """
-
-    def __init__(self, model: str, spec: str, settings: Settings, clock: Clock) -> None:
-        import torch
-
-        from parverify import api
-        from parverify.bounds.region import outward_box
-        from parverify.budget import make_budget
-        from parverify.progress import NullProgress
-
-        subject, query = api.load_subject(model, spec, clock, NullProgress(), settings, None)
-        if all(part.empty_box for part in query):
-            raise SpecError("no input satisfies the property's input constraints, so there is no box to bound over")
-        lower, upper = query.hull()
-        self.graph, self._settings = subject.graph, settings
-        self._dtype = getattr(torch, settings.dtype)
-        self._region = outward_box(torch.from_numpy(lower), torch.from_numpy(upper), self._dtype, "cpu")
-        self.itemsize: int = self._dtype.itemsize
-        self._budget = make_budget(self.graph, memory=settings.memory, itemsize=self.itemsize)
-
-    def predict(self, placement: Any, tile: int, unstable: float) -> dict[str, Any]:
-        """Peak and resident bytes, collectives and flops of one rank.
-
-        Args:
-            placement: of the rank.
-            tile: rows in a tile; 0 for what the memory allows.
-            unstable: see `make_plan`.
-        """
-        from parverify import api
-        from parverify.bounds.alpha import AlphaOptions
-        from parverify.bounds.layers import BoundOptions
-        from parverify.ops.places import Counts
-        from parverify.program.cost import on_meta, predict
-
-        settings = self._settings
-        if settings.alpha.joint and placement.splits_rows:
-            raise UsageError("alpha.joint needs all rows on every rank", "use --strategy fsdp, tp or single")
-        alpha = AlphaOptions(settings.alpha.iterations, settings.alpha.lr)
-        tiles = self._budget.tile(tile)
-        options = BoundOptions(settings.method, alpha, tile=tiles, intersect=settings.bounds.intersect)
-        return predict(
-            self.graph,
-            placement,
-            lambda executor: api.bound_everything(executor, on_meta(self._region), options, settings, Clock()),
-            dtype=self._dtype,
-            counts=Counts(unstable),
-        )
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

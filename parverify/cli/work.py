@@ -127,11 +127,22 @@ def _take_part(request: Request, here: Place) -> Outcome:
         world = join(request.settings.device)
         outcome = perform(request, world)
         if outcome.verdict not in ("error", "timeout"):
+            _check_agreed(world, outcome.verdict)
             world.comm.barrier()  # a rank that leaves would break what others still send
     outcome = boundary.outcome or outcome
     if here.rank and (outcome.verdict == "timeout" or isinstance(boundary.error, LostRankError)):
         time.sleep(_PATIENCE)
     return outcome
+
+
+def _check_agreed(world: World, verdict: str) -> None:
+    """Raise `ParverifyError` unless every rank came to this verdict; our launcher sees to it by itself."""
+    from parverify.parallel.shared import from_rank
+
+    for rank in range(world.size):
+        theirs = from_rank(world.comm, rank, verdict)
+        if theirs != verdict:
+            raise ParverifyError(f"ranks disagree: rank {rank} says {theirs}, rank {world.rank} {verdict}")
 
 
 def perform(request: Request, world: World | None = None) -> Outcome:

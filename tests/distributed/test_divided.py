@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parverify.api import bound_everything, digest
-from parverify.bounds.alpha import AlphaOptions
-from parverify.bounds.layers import BoundOptions
+from parverify.bounding import Bounding, digest
 from parverify.bounds.region import BoxRegion, Region
+from parverify.budget import make_budget
 from parverify.clock import Clock
-from parverify.config import Settings
+from parverify.config import make_settings
 from parverify.graph.ir import BoundGraph
 from parverify.graph.trace import trace
 from parverify.ops.places import Counts, counting
 from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
-from parverify.program.cost import on_meta, predict
+from parverify.program.cost import predict
 from parverify.program.division import Division, divide
 from parverify.program.executor import Executor
 from parverify.strategy.compile import compile_placement
@@ -73,8 +72,9 @@ def wide(name: str, dtype: torch.dtype) -> tuple[BoundGraph, Region]:
 
 
 def bounded(executor: Executor, region: Region, method: str, tile: int) -> list[tuple[Tensor, Tensor]]:
-    options = BoundOptions(method, AlphaOptions(3), tile=tile)
-    found, output = bound_everything(executor, region, options, Settings(), Clock())
+    settings = make_settings({"method": method, "alpha.iterations": 3, "bounds.tile": tile})
+    budget = make_budget(executor.graph, memory=None, itemsize=executor.dtype.itemsize)
+    found, output = Bounding(executor.graph, region, settings, budget).run(executor, Clock())
     return [*found.boxes.values(), output]
 
 
@@ -99,7 +99,7 @@ def measured(world: World, graph: BoundGraph, region: Region, strategy: str, til
         expected = predict(
             network.graph,
             network.placement,
-            lambda dry, method=method: bounded(dry, on_meta(region), method, tile),
+            lambda dry, method=method: bounded(dry, region, method, tile),
             dtype=dtype,
             counts=counts,
         )
