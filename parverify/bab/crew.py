@@ -138,9 +138,6 @@ class Crew:
                 record=self.record,
             )
             sharing.finish(pool, state)
-            # what was under way when the search ended is back in some pool, and open
-            state.open = len(pool)
-            state.finished = state.finished and not state.open
             parts = pool.parts()
         finally:
             pool.close()
@@ -181,6 +178,9 @@ class _Sharing:
         """Tell the others how this group's search ended, and wait for theirs to end."""
         event: Event = from_first(self._comm, lambda: self._end(pool, state))
         self._follow(event, pool)
+        # what was under way when the search ended is back in some pool, and open
+        state.open = len(pool)
+        state.finished = state.finished and not state.open
         if self._exchange is not None:
             self._record.exchanged(self._exchange.counters)
 

@@ -139,10 +139,9 @@ def _check_agreed(world: World, verdict: str) -> None:
     """Raise `ParverifyError` unless every rank came to this verdict; our launcher sees to it by itself."""
     from parverify.parallel.shared import from_rank
 
-    for rank in range(world.size):
-        theirs = from_rank(world.comm, rank, verdict)
-        if theirs != verdict:
-            raise ParverifyError(f"ranks disagree: rank {rank} says {theirs}, rank {world.rank} {verdict}")
+    said = [from_rank(world.comm, rank, verdict) for rank in range(world.size)]  # all of them, before any rank leaves
+    if len(set(said)) > 1:
+        raise ParverifyError(f"ranks disagree: they say {', '.join(said)}")
 
 
 def perform(request: Request, world: World | None = None) -> Outcome:

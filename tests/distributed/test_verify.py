@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import parverify
-from parverify.errors import DisagreementError
+from parverify.cli.work import _check_agreed
+from parverify.errors import DisagreementError, ParverifyError
 from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
 from parverify.program.division import divide
@@ -127,3 +128,18 @@ def test_time_runs_out_on_all_ranks() -> None:
         return parverify.verify(module, case.query, timeout=0.0, world=world).verdict.value
 
     assert on_ranks(2, late) == [Verdict.TIMEOUT.value] * 2
+
+
+def test_ranks_that_come_to_different_verdicts_come_to_none() -> None:
+    """As under torchrun, where no launcher of ours compares them."""
+
+    def checked(world: World, verdicts: list[str]) -> str:
+        try:
+            _check_agreed(world, verdicts[world.rank])
+        except ParverifyError as error:
+            return str(error)
+        return ""
+
+    assert on_ranks(2, checked, ["unsat", "unsat"]) == ["", ""]
+    for message in on_ranks(2, checked, ["unsat", "unknown"]):
+        assert "ranks disagree" in message
