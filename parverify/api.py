@@ -28,6 +28,7 @@ from parverify.graph.trace import trace
 from parverify.loading import load_subject, share_subject
 from parverify.ops.kernel import Box
 from parverify.ops.rounding import ULPS, allowance
+from parverify.parallel.groups import check_groups
 from parverify.parallel.world import World
 from parverify.program.executor import Executor
 from parverify.progress import NullProgress, Progress
@@ -78,6 +79,8 @@ def verify(
     settings = _with(settings, options)
     own = clock or Clock(float("inf") if timeout is None else float(timeout))
     progress, world = progress or NullProgress(), world or World()
+    if settings.parallel.groups:
+        check_groups(settings.parallel.groups, world.size)  # before any work, not when the search begins
     try:
         subject, query = share_subject(
             world, settings, lambda: load_subject(model, spec, own, progress, settings, input_shape)

@@ -31,16 +31,22 @@ class Group:
         return self.comm.rank == 0
 
 
+def check_groups(count: int, size: int) -> None:
+    """Raise `UsageError` unless `size` ranks can form `count` equal groups."""
+    if size % count:
+        allowed = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+        raise UsageError(f"parallel.groups: {size} ranks can't form {count} equal groups; allowed: 0, {allowed}")
+
+
 def make_group(world: World, count: int, device: str) -> Group:
     """Divide the ranks into `count` groups of neighbours; all ranks call this.
 
     Raises:
         UsageError: the ranks can't be divided evenly.
     """
+    check_groups(count, world.size)
     if count == 1:
         return Group(0, 1, world.comm)
-    if world.size % count:
-        raise UsageError(f"parallel.groups: {world.size} ranks can't form {count} equal groups")
     size = world.size // count
     if size == 1:
         return Group(world.rank, count, Alone())

@@ -9,7 +9,7 @@ import torch
 
 import parverify
 from parverify.cli.work import _check_agreed
-from parverify.errors import DisagreementError, ParverifyError
+from parverify.errors import DisagreementError, ParverifyError, UsageError
 from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
 from parverify.program.division import divide
@@ -143,3 +143,11 @@ def test_ranks_that_come_to_different_verdicts_come_to_none() -> None:
     assert on_ranks(2, checked, ["unsat", "unsat"]) == ["", ""]
     for message in on_ranks(2, checked, ["unsat", "unknown"]):
         assert "ranks disagree" in message
+
+
+def test_groups_that_do_not_fit_the_ranks_are_refused_before_any_work() -> None:
+    module = make("relu", 2, 0)
+    case = random_case(module, 2, sat=True, seed=0)  # decided by the attack, long before groups are formed
+    with pytest.raises(UsageError, match="1 ranks can't form 2 equal groups; allowed: 0, 1"):
+        parverify.verify(module, case.query, parallel__groups=2)
+    assert parverify.verify(module, case.query, parallel__groups=1).verdict is Verdict.SAT
