@@ -83,7 +83,8 @@ class Executor:
             name = node.consts["weight"]
             if name not in divided:
                 placed[name, piece_of(node, whole(node))] = self._constants[name]
-        self.weights = Weights(self.graph, self.placement, placed, self.comm)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.weights = Weights(self.graph, self.placement, placed, self.comm, like)
         self._divided = divided
 
     @functools.cache  # noqa: B019  (an executor lives as long as its run)

@@ -63,12 +63,18 @@ class Weights:
         placement: which pieces stay here and what is done for a product.
         held: (weight constant, piece) -> tensor.
         comm: the ranks that share the weights.
+        like: of the dtype and device of all pieces; a rank that holds none receives the others' all the same.
     """
 
     def __init__(
-        self, graph: BoundGraph, placement: Placement, held: Mapping[tuple[str, Piece], Tensor], comm: Comm
+        self,
+        graph: BoundGraph,
+        placement: Placement,
+        held: Mapping[tuple[str, Piece], Tensor],
+        comm: Comm,
+        like: Tensor,
     ) -> None:
-        self._graph, self._placement, self._comm = graph, placement, comm
+        self._graph, self._placement, self._comm, self._like = graph, placement, comm, like
         self._held: dict[str, dict[Piece, Tensor]] = {}
         for (name, piece), tensor in held.items():
             self._held.setdefault(name, {})[piece] = tensor
@@ -130,7 +136,7 @@ class Weights:
                 self._land(name)  # was fetched ahead for a gradient that nobody asked for
                 self._release(name, None)
                 return self._slot(node)
-        memory = next(iter(self.tensors()), torch.empty(0)).new_empty(self._largest())
+        memory = self._like.new_empty(self._largest())
         self._slots.append(_Slot(memory, node))
         return self._slots[-1]
 

@@ -180,3 +180,17 @@ def test_every_network_of_the_zoo_has_the_same_bounds(strategy: str) -> None:
     alone = _zoo(World(), "single")
     for rank in on_ranks(3, _zoo, strategy):
         assert rank == alone
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fold", "ring", "tp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rank_without_any_weight_takes_part(dtype: torch.dtype, strategy: str) -> None:
+    torch.manual_seed(0)
+    graph = trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).to(dtype), (1, 2), dtype=dtype)
+    region = BoxRegion(torch.zeros(1, 2, dtype=dtype), torch.ones(1, 2, dtype=dtype))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    (*alone,) = measured(World(), graph, region, "single", 2)
+    for rank in on_ranks(4, measured, graph, region, strategy, 2):
+        for mine, theirs in zip(rank, alone, strict=True):
+            for box, expected in zip(mine["boxes"], theirs["boxes"], strict=True):
+                torch.testing.assert_close(torch.stack(box), torch.stack(expected), rtol=tolerance, atol=tolerance)
