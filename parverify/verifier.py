@@ -58,6 +58,8 @@ class Verifier:
         settings: how.
         clock: the deadline.
         progress: who is told.
+        world: the ranks that work on it together; None for one.
+        make_crew: gives the groups that search; None for those of `Crew.make`.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class Verifier:
         progress: Progress,
         *,
         world: World | None = None,
+        make_crew: Callable[[Engine], Crew] | None = None,
     ) -> None:
         self._subject, self._query, self._settings = subject, query, settings
+        self._make_crew = make_crew
         self._progress, self._world = progress, world or World()
         self._clock = shared_clock(clock, subject.network.comm)
         self._engine = Engine.make(subject, query, settings, self._clock)
@@ -84,10 +88,26 @@ class Verifier:
 
     def run(self) -> Result:
         """The verdict. Running out of time is a verdict here; every other failure is raised."""
+        early = self.until_search()
+        return self.search() if early is None else early
+
+    def until_search(self) -> Result | None:
+        """Attack and bound the whole boxes: the verdict where that decides, None where `search` has to."""
+        return self._ended(self._phases)
+
+    def search(self) -> Result:
+        """Branch and bound on what `until_search` left open."""
+        result = self._ended(lambda: self._timed("search", self._search))
+        return self._result(Verdict.UNKNOWN, "the search came to no end") if result is None else result
+
+    def _ended(self, phases: Callable[[], str | None]) -> Result | None:
+        """What phases came to: see `_phases`."""
         try:
-            reason = self._phases()
+            reason = phases()
         except OutOfTimeError as error:
             return self._result(Verdict.TIMEOUT, error.message)
+        if reason is None:
+            return None
         if self._state.witness is not None:
             return self._result(Verdict.SAT, "a witness was replayed on the original network")
         if reason or len(self._state.open):
@@ -109,8 +129,9 @@ class Verifier:
         witness = self._state.witness if verdict is Verdict.SAT else None
         return Result(verdict, witness, reason, stats)
 
-    def _phases(self) -> str:
-        """All phases; returns why the query is undecided, or an empty string where it is decided."""
+    def _phases(self) -> str | None:
+        """All phases before the search; returns why the query is undecided, an empty string where it is decided, and
+        None where branch and bound is to go on."""
         settings = self._settings
         if not len(self._state.open):
             return ""
@@ -126,7 +147,7 @@ class Verifier:
             return ""
         if method not in ("auto", "beta-crown"):
             return f"{method} bounds alone do not decide {len(self._state.open)} of the property's disjuncts"
-        return self._timed("search", self._search)
+        return None
 
     def _timed(self, name: str, phase: Any) -> Any:
         self._progress.phase(name)
@@ -334,7 +355,10 @@ class Verifier:
     def _assemble(self) -> Crew:
         """The groups that search, made at the first search."""
         if self._crew is None:
-            self._crew = Crew.make(self._engine, self._subject, self._query, self._settings, self._world)
+            if self._make_crew is not None:
+                self._crew = self._make_crew(self._engine)
+            else:
+                self._crew = Crew.make(self._engine, self._subject, self._query, self._settings, self._world)
             if self._crew.group.count > 1:
                 self._progress.log(f"{self._crew.group.count} groups of ranks search")
         return self._crew
