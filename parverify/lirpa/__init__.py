@@ -1,0 +1,1 @@
+"""auto_LiRPA, extended over many devices."""
