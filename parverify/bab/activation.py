@@ -101,6 +101,7 @@ class ActivationSpace:
             "sign": like.new_zeros((count, 0)),
             "point": like.new_zeros((count, 0)),
             "beta": like.new_zeros((count, width, 0)),
+            "depth": part.new_zeros(count),
         }
         for name in self.problem.executor.program(self.graph.output).relaxed:
             for role, value in (
@@ -112,6 +113,22 @@ class ActivationSpace:
     def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
         """Split lists of equal width."""
         return pad_width(parts, SPLIT_COLUMNS)
+
+    def adopt(self, domains: Domains) -> Domains:
+        """Domains of another group of ranks, with default alphas where theirs are not this rank's.
+
+        A rank may have alphas of its own channels alone, and those of one rank are all that travels or is journaled.
+        Alphas only say where the next optimization starts; a domain's bound stays.
+        """
+        fitting = self.roots(domains["part"], domains["root"])
+        channels = self.problem.executor.placement.channels
+        columns = {name: column for name, column in domains.columns.items() if not name.startswith("alpha/")}
+        for name, default in fitting.columns.items():
+            if name.startswith("alpha/"):
+                theirs = domains.columns.get(name)
+                same = theirs is not None and theirs.shape == default.shape and theirs.dtype == default.dtype
+                columns[name] = theirs if same and name.split("/")[1] not in channels else default  # type: ignore[assignment]
+        return Domains(columns)
 
     def clipped(self, domains: Domains) -> dict[str, Box]:
         """Pre-activation boxes of domains: the root's, cut at the splits; name -> (D, n)."""
@@ -234,6 +251,7 @@ class ActivationSpace:
                         sign=torch.cat([group["sign"], sign], 1),
                         point=torch.cat([group["point"], some.point[:, :depth]], 1),
                         beta=torch.cat([beta, zero], 2),
+                        depth=group["depth"] + depth,
                     )
                 )
         if not made:

@@ -52,6 +52,9 @@ class Space(Protocol):
     def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
         """Make columns of varying width equal, so that batches can be joined."""
 
+    def adopt(self, domains: Domains) -> Domains:
+        """Domains that another group of ranks, or an earlier run, has bounded, as this rank can go on with them."""
+
 
 class Supply(Protocol):
     """Where open domains come from, beside the pool itself, and whether there is any left."""

@@ -54,6 +54,7 @@ class InputSpace:
             "low": low,
             "high": high,
             "score": (high - low),
+            "depth": part.new_zeros(len(part)),
         }
         for name in self._inherited:
             size = self.graph[name].numel
@@ -64,6 +65,10 @@ class InputSpace:
     def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
         """All columns have fixed widths."""
         return parts
+
+    def adopt(self, domains: Domains) -> Domains:
+        """Nothing in a box depends on who bounded it."""
+        return domains
 
     def split(self, domains: Domains, children: int) -> tuple[Domains, Domains]:
         """Halve every box along its most costly dimensions, several where there are few boxes."""
@@ -89,7 +94,9 @@ class InputSpace:
         fine = usable.gather(1, dim)[:, 0]
         cut = middle.gather(1, dim)
         left = domains.with_columns(
-            high=high.scatter(1, dim, cut), score=domains["score"].scatter(1, dim, domains["score"].gather(1, dim) / 2)
+            high=high.scatter(1, dim, cut),
+            score=domains["score"].scatter(1, dim, domains["score"].gather(1, dim) / 2),
+            depth=domains["depth"] + 1,
         )
         right = left.with_columns(low=low.scatter(1, dim, cut), high=high)
         whole, left, right = domains.take(~fine), left.take(fine), right.take(fine)

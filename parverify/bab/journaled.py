@@ -57,6 +57,10 @@ class Journaled:
             reasons += why
         return closed, None, reasons
 
+    def adopt(self, domains: Domains) -> Domains:
+        """As the inner space."""
+        return self._space.adopt(domains)
+
     def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
         """As the inner space."""
         return self._space.pad(parts)

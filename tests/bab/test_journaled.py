@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from parverify.bab.activation import ActivationSpace
 from parverify.bab.domains import Domains
 from parverify.bab.driver import BatchSize, Search, search
 from parverify.bab.identity import Identity
-from parverify.bab.input import InputSpace
 from parverify.bab.journal import Journal
 from parverify.bab.journaled import Journaled
 from parverify.bab.replay import replay
@@ -24,31 +22,6 @@ from tests.bab.cases import activation_space, input_space, make, problem_of, ran
 ME = Identity("n", "p")
 KEY = "search"
 SEED = 4
-
-
-class Deep:
-    """Makes sure that `depth` is raised, where a space does not do it itself."""
-
-    def __init__(self, space: InputSpace | ActivationSpace) -> None:
-        self.inner = space
-        if isinstance(space, InputSpace):
-            halve = space._halve
-
-            def deeper(domains: Domains) -> Domains:
-                made = halve(domains)
-                raised = int(made["depth"].max()) > int(domains["depth"].max())
-                return made if raised else made.with_columns(depth=made["depth"] + 1)
-
-            space._halve = deeper  # type: ignore[method-assign]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def split(self, domains: Domains, children: int) -> tuple[Domains, Domains]:
-        made, stuck = self.inner.split(domains, children)
-        if isinstance(self.inner, ActivationSpace):
-            made = made.with_columns(depth=(made["sign"] != 0).sum(1))
-        return made, stuck
 
 
 def space_of(kind: str) -> Any:
@@ -68,8 +41,8 @@ def test_a_search_is_interrupted_and_taken_up_again(tmp_path: Path, kind: str) -
     plain_space = space_of(kind)
     plain = go(plain_space, roots(plain_space, [0]))
     assert plain.finished and not plain.unresolved and plain.batches > 2
-    journal, space = Journal(tmp_path, 0, ME), Deep(space_of(kind))
-    first = go(Journaled(space, journal), journal.start(KEY, roots(space.inner, [0])), lambda state: True)
+    journal, space = Journal(tmp_path, 0, ME), space_of(kind)
+    first = go(Journaled(space, journal), journal.start(KEY, roots(space, [0])), lambda state: True)
     assert first.batches == 1 and first.open
     journal.audit()
     journal.close()
@@ -79,7 +52,7 @@ def test_a_search_is_interrupted_and_taken_up_again(tmp_path: Path, kind: str) -
         parts = list(journal.domains(KEY))
         joined = space.pad(parts)
         start = Domains({name: torch.cat([part[name] for part in joined]) for name in joined[0].columns})
-        after = go(Journaled(Deep(space_of(kind)), journal), start, lambda state: state.batches == 2)
+        after = go(Journaled(space_of(kind), journal), start, lambda state: state.batches == 2)
         journal.audit()
         journal.close()
         bounded += after.bounded
