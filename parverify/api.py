@@ -7,11 +7,10 @@ from it, and witnesses are replayed there; a torch module is its own original.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,19 +20,17 @@ from parverify.bounds.outputs import output_bounds
 from parverify.bounds.region import BallRegion, BoxRegion, Region
 from parverify.clock import Clock
 from parverify.config import METHODS, Settings, make_settings
-from parverify.engine import Subject
 from parverify.errors import OutOfTimeError, UsageError
 from parverify.frontend.query import Query
 from parverify.graph.trace import trace
 from parverify.loading import load_subject, share_subject
 from parverify.ops.kernel import Box
-from parverify.ops.rounding import ULPS, allowance
 from parverify.parallel.groups import check_groups
 from parverify.parallel.world import World
 from parverify.program.executor import Executor
 from parverify.progress import NullProgress, Progress
+from parverify.stages import Stages
 from parverify.verdict import Result, Verdict
-from parverify.verifier import Verifier
 
 __all__ = ["BOUND_METHODS", "Bounds", "bounds_report", "compute_bounds", "supported_operators", "verify"]
 
@@ -87,32 +84,9 @@ def verify(
         )
         if not any(not part.empty_box for part in query):
             return Result(Verdict.UNSAT, reason="the unsafe region is empty")
-        with allowance(max(ULPS, settings.bounds.allowance)):
-            return _decide(subject, query, settings, own, progress, world)
+        return Stages(subject, query, settings, own, progress, world=world).run()
     except OutOfTimeError as error:
         return Result(Verdict.TIMEOUT, reason=error.message)
-
-
-def _decide(
-    subject: Subject, query: Query, settings: Settings, clock: Clock, progress: Progress, world: World
-) -> Result:
-    """A verdict in the dtype of the settings; in float64 where float32 is too coarse for the query or its bounds."""
-    if settings.dtype == "float32" and not _representable(query):
-        progress.log("the property's coefficients are no float32 numbers: bounding in float64")
-        settings = replace(settings, dtype="float64")
-    result = Verifier(subject, query, settings, clock, progress, world=world).run()
-    if result.verdict is Verdict.UNKNOWN and settings.dtype == "float32" and settings.method in ("auto", "beta-crown"):
-        progress.log(f"float32 does not decide ({result.reason}): once more in float64")
-        first = dict(result.stats)
-        result = Verifier(subject, query, replace(settings, dtype="float64"), clock, progress, world=world).run()
-        result = replace(result, stats={**result.stats, "float32": first})
-    return result
-
-
-def _representable(query: Query) -> bool:
-    """Whether all coefficients on outputs and inputs are float32 numbers."""
-    tables = (table for part in query for table in (part.C_y, part.C_x) if table is not None)
-    return all(bool((table.astype(np.float32) == table).all()) for table in tables)
 
 
 def _with(settings: Settings | None, options: dict[str, Any]) -> Settings:

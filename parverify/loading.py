@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from parverify.program.executor import Executor
 from parverify.program.steps import Placement
 from parverify.progress import Progress
 
+if TYPE_CHECKING:
+    from parverify.frontend.network import Network
+
 GAP_POINTS = 32
 
 
@@ -43,10 +47,50 @@ def load_subject(
         if not isinstance(spec, Query):
             raise UsageError("a torch module needs a Query, not a file", "pass parverify.Query, or an ONNX path")
         return _module_subject(model, spec, input_shape), spec
-    from parverify.frontend.network import check_against_original, load_network, rounding_gap, sample_points
+    return file_subject(load_file(model, clock, progress), spec, clock, progress, settings)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A network's file, read and traced; it serves any number of properties.
+
+    Args:
+        network: with the original that witnesses are replayed on.
+        graph: what is bounded.
+    """
+
+    network: Network
+    graph: BoundGraph
+
+
+def load_file(model: str | Path, clock: Clock, progress: Progress) -> Loaded:
+    """Read an ONNX network.
+
+    Raises:
+        ModelError: it can't be read.
+        OutOfTimeError: the clock ran out.
+    """
+    from parverify.frontend.network import load_network
 
     progress.phase("loading the network")
     network = load_network(Path(model), clock=clock)
+    clock.check("loading")
+    return Loaded(network, trace(network.module, network.input_shape, dtype=network.dtype))
+
+
+def file_subject(
+    loaded: Loaded, spec: str | Path | Query, clock: Clock, progress: Progress, settings: Settings
+) -> tuple[Subject, Query]:
+    """The subject and the query for a network that has been read, which is compared with its original on the query.
+
+    Raises:
+        SpecError: the property can't be read or does not fit the network.
+        ModelError: what was read does not equal the original.
+        OutOfTimeError: the clock ran out.
+    """
+    from parverify.frontend.network import check_against_original, rounding_gap, sample_points
+
+    network = loaded.network
     if isinstance(spec, Query):
         query = spec
     else:
@@ -66,8 +110,7 @@ def load_subject(
         check_against_original(network, lower, upper, seed=settings.seed)
         gap = rounding_gap(network, sample_points(lower, upper, seed=settings.seed + 1))
     clock.check("loading")
-    graph = trace(network.module, network.input_shape, dtype=network.dtype)
-    return Subject(Division.whole(graph), network.replay, network.dtype, gap), query
+    return Subject(Division.whole(loaded.graph), network.replay, network.dtype, gap), query
 
 
 def share_subject(world: World, settings: Settings, load: Callable[[], tuple[Subject, Query]]) -> tuple[Subject, Query]:
