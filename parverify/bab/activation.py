@@ -78,7 +78,7 @@ class ActivationSpace:
         self.graph = problem.executor.graph
         self.names = list(self.graph.bounded)
         self.boxes = {name: (low.flatten(1), high.flatten(1)) for name, (low, high) in layers.boxes.items()}
-        self._magnitudes = layers.relaxed.magnitudes
+        self.magnitudes = layers.relaxed.magnitudes
         self._confirm, self._decide = confirm, decide
         roots = self._relax({name: self.boxes[name] for name in self.names}, {})
         self._free = {name: relaxed.free for name, relaxed in roots.items()}
@@ -155,7 +155,7 @@ class ActivationSpace:
         self, boxes: Mapping[str, Box], free: Mapping[str, Mapping[str, Tensor]], root: Tensor | None = None
     ) -> Relaxations:
         """Relaxations on boxes (D, n) of the roots themselves, or of domains whose roots are `root` (D,)."""
-        magnitudes = self._magnitudes
+        magnitudes = self.magnitudes
         if root is not None and len(self.boxes[self.names[0]][0]) > 1:
             magnitudes = {name: table.index_select(0, root) for name, table in magnitudes.items()}
         made = Relaxations(magnitudes)

@@ -178,7 +178,7 @@ def _verify(request: Request, first: bool, options: dict[str, Any]) -> Outcome:
         )
     finally:
         progress.close()
-    return _outcome(result, first=first)
+    return outcome_of(result, first=first)
 
 
 def check_device(device: str) -> None:
@@ -195,7 +195,7 @@ def check_device(device: str) -> None:
         raise UsageError(f"device: {device} is not available on this machine", "use --device cpu")
 
 
-def _outcome(result: Any, *, first: bool) -> Outcome:
+def outcome_of(result: Any, *, first: bool) -> Outcome:
     """The engine's result, checked to be closed: a witness exactly with `sat`, a reason with the undecided words.
 
     Only the first rank has the original network, and with it the witness.
