@@ -81,6 +81,27 @@ def interval_is_exact(graph: BoundGraph, name: str, region: Region) -> bool:
     return region.exact_intervals and mixing <= 1 and not any(node.op in ("act", "mul") for node in nodes)
 
 
+def is_first_product(graph: BoundGraph, node: Node, region: Region) -> bool:
+    """Whether a node is the first that mixes scalars of a region that is no box: there an interval ignores the region's
+    shape, which one step of its rows gives exactly (the dual norm of the weight)."""
+    if region.exact_intervals or not KERNEL[node.op].mixing:
+        return False
+    before = graph.ancestors(node.name)[:-1]
+    return not any(other.op in ("act", "mul") or KERNEL[other.op].mixing for other in before if other.op != "input")
+
+
+def _whole_product(
+    executor: Executor, node: Node, found: LayerBounds, region: Region, options: BoundOptions, clock: Clock | None
+) -> Box:
+    """Bounds of all neurons of a node by rows, without alphas."""
+    shape = (region.domains, *node.shape)
+    place = torch.arange(region.domains * node.numel, device=executor.device)
+    owner, index = place // node.numel, place % node.numel
+    plain = replace(options, alpha=replace(options.alpha, iterations=0))
+    low, high = _bound_neurons(executor, node, (owner, index), found, region, plain, clock)
+    return low.reshape(shape), high.reshape(shape)
+
+
 def bound_layers(
     executor: Executor,
     region: Region,
@@ -107,6 +128,8 @@ def bound_layers(
     for node in graph.nodes:
         if node.op != "input":
             box, magnitude = executor.interval(node, [found.intervals[name] for name in node.inputs])
+            if is_first_product(graph, node, region) and executor.gets_rows(node.name):
+                box = meet(box, _whole_product(executor, node, found, region, options, clock))
             found.intervals[node.name] = box
             if magnitude is not None:
                 found.relaxed.magnitudes[node.name] = magnitude

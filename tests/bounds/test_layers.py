@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parverify.bounds.alpha import AlphaOptions, optimize
 from parverify.bounds.layers import BoundOptions, bound_layers
-from parverify.bounds.region import BoxRegion, select
+from parverify.bounds.region import BallRegion, BoxRegion, select
 from parverify.graph.ir import BoundGraph, Const
 from parverify.graph.trace import trace
 from parverify.ops.kernel import Box
@@ -217,3 +217,21 @@ def test_coefficients_that_cancel(seed: int, bias: bool) -> None:
     for method in ("crown", "alpha-crown"):
         _, (low, high) = bounded(Executor(graph), region, BoundOptions(method, intersect=False))
         assert Fraction(float(low)) <= exact() <= Fraction(float(high))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0])
+def test_the_first_product_of_a_ball_is_bounded_by_its_dual_norm(p: float) -> None:
+    """Interval arithmetic on the box around the ball would take the sum of the weight's magnitudes instead."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    graph = trace(module, (1, 5))
+    center, eps = torch.randn(2, 5, dtype=torch.float64), torch.tensor([0.3, 0.5], dtype=torch.float64)
+    with torch.no_grad():
+        found = bound_layers(Executor(graph, dtype=torch.float64), BallRegion(center, eps, p), BoundOptions("ibp"))
+        weight, bias = module[0].weight, module[0].bias
+        spread = eps[:, None] * torch.linalg.vector_norm(weight, ord=torch.inf if p == 1 else 2, dim=1)
+        middle = center @ weight.T + bias
+    (name,) = graph.bounded
+    low, high = (side.flatten(1) for side in found.boxes[name])
+    torch.testing.assert_close(low, middle - spread)
+    torch.testing.assert_close(high, middle + spread)
