@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parverify.bab.books import Books
+from parverify.bab.identity import Keep, identify
 from parverify.bounding import bounds_report
 from parverify.bounds.layers import BoundOptions, bound_layers
 from parverify.bounds.outputs import output_bounds
@@ -50,6 +52,8 @@ def verify(
     progress: Progress | None = None,
     input_shape: Sequence[int] | None = None,
     world: World | None = None,
+    journal: str | Path | Keep | None = None,
+    resume: str | Path | None = None,
     **options: Any,
 ) -> Result:
     """Decide whether the unsafe region of `spec` can be reached.
@@ -64,6 +68,8 @@ def verify(
         input_shape: of one instance, for a torch module; default (1, n_in).
         world: the ranks that work on it together; all of them call this with the same arguments, and only rank 0 reads
             the files. None for one process.
+        journal: a new folder in which branch and bound is written down, so that it can be resumed; or all of a `Keep`.
+        resume: a journal to go on from, and to go on writing.
         **options: single settings by dotted key with `__` for the dot, such as `alpha__iterations=50`,
             `method="crown"`.
 
@@ -78,15 +84,26 @@ def verify(
     progress, world = progress or NullProgress(), world or World()
     if settings.parallel.groups:
         check_groups(settings.parallel.groups, world.size)  # before any work, not when the search begins
+    books = Books(world, _keep(journal, resume), lambda: identify(model, spec, settings), progress)
     try:
         subject, query = share_subject(
             world, settings, lambda: load_subject(model, spec, own, progress, settings, input_shape)
         )
         if not any(not part.empty_box for part in query):
             return Result(Verdict.UNSAT, reason="the unsafe region is empty")
-        return Stages(subject, query, settings, own, progress, world=world).run()
+        return Stages(subject, query, settings, own, progress, world=world, books=books).run()
     except OutOfTimeError as error:
         return Result(Verdict.TIMEOUT, reason=error.message)
+    finally:
+        books.close()
+
+
+def _keep(journal: str | Path | Keep | None, resume: str | Path | None) -> Keep | None:
+    if journal is not None and resume is not None:
+        raise UsageError("give either a new journal or one to resume", "a journal that is resumed is also written")
+    if resume is not None:
+        return Keep(str(resume), resume=True)
+    return journal if journal is None or isinstance(journal, Keep) else Keep(str(journal))
 
 
 def _with(settings: Settings | None, options: dict[str, Any]) -> Settings:

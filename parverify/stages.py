@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from parverify.bab.books import Books
 from parverify.bab.crew import Crew
 from parverify.clock import Clock
 from parverify.config import Settings
@@ -33,6 +34,7 @@ class Stages:
         clock: the deadline.
         progress: who is told.
         world: the ranks that work on it together; None for one.
+        books: the run's journal; None for none.
         make_crew: gives the groups that search, see `Verifier`.
     """
 
@@ -45,6 +47,7 @@ class Stages:
         progress: Progress,
         *,
         world: World | None = None,
+        books: Books | None = None,
         make_crew: Callable[[Engine], Crew] | None = None,
     ) -> None:
         if settings.dtype == "float32" and not _representable(query):
@@ -53,7 +56,7 @@ class Stages:
         self._settings, self._progress = settings, progress
 
         def verifier(settings: Settings) -> Verifier:
-            return Verifier(subject, query, settings, clock, progress, world=world, make_crew=make_crew)
+            return Verifier(subject, query, settings, clock, progress, world=world, books=books, make_crew=make_crew)
 
         self._make = verifier
         with self._allowance():

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from parverify.bab.activation import ActivationSpace, BetaOptions
+from parverify.bab.books import Books, Start
 from parverify.bab.crew import Crew
-from parverify.bab.domains import Domains
 from parverify.bab.driver import BatchSize, Search, Space
 from parverify.bab.input import InputSpace
 from parverify.bab.leaves import LeafDecider
 from parverify.bounds.alpha import AlphaOptions, optimize
+from parverify.bounds.kept import layers_again, layers_kept
 from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers, worth_rows
 from parverify.bounds.region import select
 from parverify.clock import Clock
 from parverify.config import Settings
 from parverify.engine import Engine, Subject
-from parverify.errors import OutOfTimeError
+from parverify.errors import OutOfTimeError, ParverifyError
 from parverify.frontend.query import Query
 from parverify.parallel.shared import shared_clock
 from parverify.parallel.world import World
@@ -59,6 +60,7 @@ class Verifier:
         clock: the deadline.
         progress: who is told.
         world: the ranks that work on it together; None for one.
+        books: the run's journal; None for none.
         make_crew: gives the groups that search; None for those of `Crew.make`.
     """
 
@@ -71,8 +73,10 @@ class Verifier:
         progress: Progress,
         *,
         world: World | None = None,
+        books: Books | None = None,
         make_crew: Callable[[Engine], Crew] | None = None,
     ) -> None:
+        self._books = books or Books.none(world)
         self._subject, self._query, self._settings = subject, query, settings
         self._make_crew = make_crew
         self._progress, self._world = progress, world or World()
@@ -93,12 +97,31 @@ class Verifier:
 
     def until_search(self) -> Result | None:
         """Attack and bound the whole boxes: the verdict where that decides, None where `search` has to."""
-        return self._ended(self._phases)
+        said, left = self._concluded(), self._books.said(self._key("bounds"))
+        if said is not None and (left is None or said.verdict is not Verdict.UNKNOWN):
+            return said
+        if left is not None:  # an earlier run came as far as this
+            self._state.open = self._state.open.new_tensor(left["open"])
+            return None
+        result = self._ended(self._phases)
+        if result is None:
+            self._books.say(self._key("bounds"), {"open": self._state.open.tolist()})
+        return result
 
     def search(self) -> Result:
         """Branch and bound on what `until_search` left open."""
+        said = self._concluded()
+        if said is not None:
+            return said
         result = self._ended(lambda: self._timed("search", self._search))
         return self._result(Verdict.UNKNOWN, "the search came to no end") if result is None else result
+
+    def _key(self, name: str) -> str:
+        """The name that something of this run has in the journal."""
+        return f"{self._settings.dtype}/{name}"
+
+    def _concluded(self) -> Result | None:
+        return self._books.concluded(self._key("verdict"), self._witnesses.confirm)
 
     def _ended(self, phases: Callable[[], str | None]) -> Result | None:
         """What phases came to: see `_phases`."""
@@ -108,6 +131,11 @@ class Verifier:
             return self._result(Verdict.TIMEOUT, error.message)
         if reason is None:
             return None
+        result = self._decided(reason)
+        self._books.conclude(self._key("verdict"), result, self._clock)
+        return result
+
+    def _decided(self, reason: str) -> Result:
         if self._state.witness is not None:
             return self._result(Verdict.SAT, "a witness was replayed on the original network")
         if reason or len(self._state.open):
@@ -277,10 +305,14 @@ class Verifier:
             else:
                 kind = "input" if free <= INPUT_SPLIT_DIMS or not splittable else "activation"
         fallback = self._settings.branching.kind == "auto" and self._settings.method == "auto"
-        if kind == "input" or not splittable:
+        given_up = self._books.said(self._key("input"))
+        if given_up is not None:
+            self._state.open = self._state.open.new_tensor(given_up["open"])
+        elif kind == "input" or not splittable:
             reason = self._search_inputs(may_give_up=fallback and splittable)
             if reason is not None:
                 return reason
+            self._books.say(self._key("input"), {"open": self._state.open.tolist()})
             self._progress.log("input splits make too little progress: going on with activation splits")
         return self._search_activations()
 
@@ -292,7 +324,12 @@ class Verifier:
         watch = _Watch(engine.clock) if may_give_up else None
         settings = self._settings.branching
         batch = crew.batch(settings.batch or 64, engine.budget.batch(settings.batch), fixed=bool(settings.batch))
-        result, parts = self._run_search(space, space.roots(self._state.open.cpu()), batch, pause=watch)
+        key, roots = self._key("input"), space.roots(self._state.open.cpu())
+        earlier = self._books.earlier(key)
+        if earlier is not None and sorted(earlier.parts) != sorted(self._state.open.tolist()):
+            raise ParverifyError("the journal's search began with other disjuncts than were open", "start the run anew")
+        start = Start(key, roots, resumed=earlier is not None)
+        result, parts = self._run_search(space, start, batch, pause=watch)
         if result.finished or result.witness is not None:
             reason = self._conclude(result)
             if not reason and result.witness is None:
@@ -320,18 +357,19 @@ class Verifier:
 
     def _search_box(self, boxes: Tensor, parts: Tensor, options: BoundOptions) -> str:
         """Activation splits of the disjuncts of one box, after alpha-CROWN bounds of its layers."""
-        region = select(self._problem.boxes, boxes)
-        with torch.no_grad():
-            found = self._crown_layers(boxes)
-            parts = self._close(found, boxes, parts, options)  # alphas of the output's rows alone cost little
-            iterations = self._affordable(found, options) if len(parts) else 0
-            if iterations and self._state.witness is None:
-                self._progress.log(f"alpha: {iterations} iterations for the layers")
-                fewer = replace(options, alpha=replace(options.alpha, iterations=iterations))
-                found = bound_layers(self._executor, region, fewer, known=found.boxes, clock=self._clock)
-                parts = self._close(found, boxes, parts, options)
-        if self._state.witness is not None or not len(parts):
-            return ""
+        key, region = self._key(f"box{int(boxes[0])}"), select(self._problem.boxes, boxes)
+        earlier = self._books.earlier(key)
+        if self._books.said(key) is not None or (earlier is not None and not earlier.open):
+            return ""  # closed by an earlier run
+        if earlier is not None:  # it closed the others before it began
+            found, parts = layers_again(self._executor, region, self._books.space(key)), parts.new_tensor(earlier.parts)
+        else:
+            found, parts = self._bound_box(boxes, parts, options)
+            if self._state.witness is not None:
+                return ""
+            if not len(parts):
+                self._books.say(key, {"open": []})
+                return ""
         self._progress.log(f"alpha-crown: {len(parts)} disjuncts open")
         beta, settings = self._settings.beta, self._settings.branching
         crew = self._assemble()
@@ -346,11 +384,26 @@ class Verifier:
             confirm=engine.confirm,
             decide=decider if self._executor.graph.piecewise_linear else None,
         )
-        roots = space.roots(parts, torch.zeros_like(parts))
+        kept = layers_kept(found) if self._books.kept else {}
+        start = Start(key, space.roots(parts, torch.zeros_like(parts)), kept, resumed=earlier is not None)
         rows = self._problem.rows_per_part
         batch = crew.batch(settings.batch or 16, engine.budget.batch(settings.batch, rows), fixed=bool(settings.batch))
-        result, _ = self._run_search(space, roots, batch)
+        result, _ = self._run_search(space, start, batch)
         return self._conclude(result)
+
+    def _bound_box(self, boxes: Tensor, parts: Tensor, options: BoundOptions) -> tuple[LayerBounds, Tensor]:
+        """Bounds of one box's layers by alpha-CROWN as far as time allows, and the disjuncts that they leave open."""
+        region = select(self._problem.boxes, boxes)
+        with torch.no_grad():
+            found = self._crown_layers(boxes)
+            parts = self._close(found, boxes, parts, options)  # alphas of the output's rows alone cost little
+            iterations = self._affordable(found, options) if len(parts) else 0
+            if iterations and self._state.witness is None:
+                self._progress.log(f"alpha: {iterations} iterations for the layers")
+                fewer = replace(options, alpha=replace(options.alpha, iterations=iterations))
+                found = bound_layers(self._executor, region, fewer, known=found.boxes, clock=self._clock)
+                parts = self._close(found, boxes, parts, options)
+        return found, parts
 
     def _assemble(self) -> Crew:
         """The groups that search, made at the first search."""
@@ -358,18 +411,20 @@ class Verifier:
             if self._make_crew is not None:
                 self._crew = self._make_crew(self._engine)
             else:
-                self._crew = Crew.make(self._engine, self._subject, self._query, self._settings, self._world)
+                self._crew = Crew.make(
+                    self._engine, self._subject, self._query, self._settings, self._world, self._books
+                )
             if self._crew.group.count > 1:
                 self._progress.log(f"{self._crew.group.count} groups of ranks search")
         return self._crew
 
     def _run_search(
-        self, space: Space, roots: Domains, batch: BatchSize, *, pause: Callable[[Search], bool] | None = None
+        self, space: Space, start: Start, batch: BatchSize, *, pause: Callable[[Search], bool] | None = None
     ) -> tuple[Search, Tensor]:
         """A search whose figures are kept however it ends, and the disjuncts that it leaves in the pool."""
         crew, state = self._assemble(), Search()
         try:
-            found, parts = crew.search(space, roots, batch=batch, progress=self._progress, pause=pause, state=state)
+            found, parts = crew.search(space, start, batch=batch, progress=self._progress, pause=pause, state=state)
         finally:
             self._note(space, state)
         if crew.group.count > 1:

@@ -82,6 +82,8 @@ class ActivationSpace:
         self._confirm, self._decide = confirm, decide
         roots = self._relax({name: self.boxes[name] for name in self.names}, {})
         self._free = {name: relaxed.free for name, relaxed in roots.items()}
+        one = self.roots(*torch.zeros((2, 1), dtype=torch.long, device=problem.executor.device))
+        self._example = {name: (column.shape[1:], column.dtype) for name, column in one.columns.items()}
 
     # --- domains ---------------------------------------------------------------------------------------------------
 
@@ -120,15 +122,21 @@ class ActivationSpace:
         A rank may have alphas of its own channels alone, and those of one rank are all that travels or is journaled.
         Alphas only say where the next optimization starts; a domain's bound stays.
         """
-        fitting = self.roots(domains["part"], domains["root"])
-        channels = self.problem.executor.placement.channels
-        columns = {name: column for name, column in domains.columns.items() if not name.startswith("alpha/")}
-        for name, default in fitting.columns.items():
-            if name.startswith("alpha/"):
-                theirs = domains.columns.get(name)
-                same = theirs is not None and theirs.shape == default.shape and theirs.dtype == default.dtype
-                columns[name] = theirs if same and name.split("/")[1] not in channels else default  # type: ignore[assignment]
-        return Domains(columns)
+        device, channels = self.problem.executor.device, self.problem.executor.placement.channels
+        alphas = [name for name in self._example if name.startswith("alpha/")]
+        theirs = {name: domains.columns.get(name) for name in alphas}
+        foreign = [
+            name
+            for name in alphas
+            if (column := theirs[name]) is None
+            or (column.shape[1:], column.dtype) != self._example[name]
+            or name.split("/")[1] in channels
+        ]
+        if not foreign:
+            return domains
+        default = self.roots(domains["part"].to(device), domains["root"].to(device))
+        kept = {name: column for name, column in domains.columns.items() if name in alphas or "alpha/" not in name}
+        return Domains(kept).with_columns(**{name: default[name] for name in foreign})
 
     def clipped(self, domains: Domains) -> dict[str, Box]:
         """Pre-activation boxes of domains: the root's, cut at the splits; name -> (D, n)."""

@@ -10,13 +10,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from parverify.bab.books import Books, Share, Start, settle
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.driver import BatchSize, Search, Space, merged, search
+from parverify.bab.journal import Journal
+from parverify.bab.journaled import Border, Journaled
 from parverify.bab.record import Record
 from parverify.clock import Clock
 from parverify.config import Settings
@@ -48,6 +52,8 @@ class Crew:
         engine: of the group.
         record: what this rank did.
         leaders: the first ranks of all groups, for the exchange; None where there is one group.
+        books: the run's journal.
+        journal: this group's; None where none is kept.
     """
 
     world: World
@@ -55,20 +61,27 @@ class Crew:
     engine: Engine
     record: Record
     leaders: ProcessGroup | None = None
+    books: Books = field(default_factory=Books.none)
+    journal: Journal | None = None
     runs: Iterator[int] = field(default_factory=itertools.count)
 
     @staticmethod
-    def make(engine: Engine, subject: Subject, query: Query, settings: Settings, world: World) -> Crew:
+    def make(
+        engine: Engine, subject: Subject, query: Query, settings: Settings, world: World, books: Books | None = None
+    ) -> Crew:
         """Form the groups; all ranks call this.
 
         Args:
             engine: of all ranks together.
             subject, query, settings: of the run.
             world: the ranks.
+            books: the run's journal; None for none.
         """
+        books = books or Books.none(world)
         count = _group_count(engine, settings, world)
         if count == 1 or subject.compile_for is None:
-            return Crew(world, Group(0, 1, world.comm), engine, Record(engine.clock))
+            group = Group(0, 1, world.comm)
+            return Crew(world, group, engine, Record(engine.clock), None, books, books.join(group))
         group = make_group(world, count, settings.device)
         source = from_first(world.comm, lambda: subject.source)
         if source is None:
@@ -80,7 +93,8 @@ class Crew:
 
         leaders = dist.new_group(list(range(0, world.size, group.comm.size)), backend="gloo")
         member = leaders if isinstance(leaders, dist.ProcessGroup) else None
-        return Crew(world, group, Engine.make(mine, query, settings, clock), Record(clock), member)
+        own = Engine.make(mine, query, settings, clock)
+        return Crew(world, group, own, Record(clock), member, books, books.join(group))
 
     def reports(self) -> list[RankReport]:
         """Every rank's account; all ranks call this."""
@@ -95,18 +109,18 @@ class Crew:
     def search(
         self,
         space: Space,
-        roots: Domains,
+        start: Start,
         *,
         batch: BatchSize,
         progress: Progress,
         pause: Callable[[Search], bool] | None = None,
         state: Search,
     ) -> tuple[Search, Tensor]:
-        """Search from `roots` until everything is closed everywhere, a witness is found, or `pause` says stop.
+        """Search from `start` until everything is closed everywhere, a witness is found, or `pause` says stop.
 
         Args:
             space: of this group.
-            roots: open domains, the same on all ranks.
+            start: open domains, the same on all ranks.
             batch: see `batch`.
             progress: told about this group's batches.
             pause: asked after this group's batches.
@@ -114,19 +128,20 @@ class Crew:
 
         Returns:
             What all groups found together, and the disjuncts of the domains that are left open.
+
+        Raises:
+            LedgerError: a journal is kept, and what was begun with is not closed although nothing is open.
         """
-        engine = self.engine
+        engine, alone = self.engine, self.group.count == 1
+        share = None if self.journal is None else Share(self.journal)
+        sharing = None if alone else self._sharing(Border(space, self.journal))
         pool = Pool(memory=engine.budget.pool, pad=space.pad)
         try:
-            if self.group.count == 1:
-                search(space, roots, batch=batch, memory=0, clock=engine.clock, progress=progress,
-                       pause=pause, pool=pool, state=state, record=self.record)  # fmt: skip
-                return state, pool.parts()
-            sharing = self._sharing()
-            mine = roots if self.group.number == 0 else roots.slice(0, 0)
+            for domains in self._begin(space, start, share):
+                pool.push(domains)
             search(
-                space,
-                mine,
+                space if self.journal is None else Journaled(space, self.journal),
+                start.roots.slice(0, 0),
                 batch=batch,
                 memory=0,
                 clock=engine.clock,
@@ -137,30 +152,48 @@ class Crew:
                 supply=sharing,
                 record=self.record,
             )
-            sharing.finish(pool, state)
+            if sharing is not None:
+                sharing.finish(pool, state)
             parts = pool.parts()
         finally:
             pool.close()
+        missing = Fraction(0) if share is None or state.witness is not None else share.missing()
+        gained = 0 if sharing is None else sharing.gained
         leaders = range(0, self.world.size, self.group.comm.size)
-        found = [from_rank(self.world.comm, rank, (state, parts, sharing.gained)) for rank in leaders]
-        lost = -sum(gained for _, _, gained in found)
+        mine = (state, parts, gained, missing)
+        found = [mine] if alone else [from_rank(self.world.comm, rank, mine) for rank in leaders]
+        lost = -sum(gained for _, _, gained, _ in found)
         if lost:  # what was given away must have arrived, or nothing can be concluded
             raise ParverifyError(f"{lost} domains were lost between groups of ranks")
-        return merged([one for one, _, _ in found]), torch.unique(torch.cat([left for _, left, _ in found]))
+        together = state if alone else merged([one for one, _, _, _ in found])
+        if share is not None and together.finished and not together.unresolved:
+            settle([rest for _, _, _, rest in found])
+        return together, torch.unique(torch.cat([left for _, left, _, _ in found]))
 
-    def _sharing(self) -> _Sharing:
+    def _begin(self, space: Space, start: Start, share: Share | None) -> Iterator[Domains]:
+        """What this group begins with."""
+        if self.group.number:
+            return
+        if share is None:
+            yield start.roots
+            return
+        for domains in self.books.begin(share.journal, start, self.group):
+            share.begin(domains)
+            yield space.adopt(domains) if start.resumed else domains
+
+    def _sharing(self, border: Border) -> _Sharing:
         from parverify.parallel.exchange import Exchange
 
         run = next(self.runs)
-        exchange = Exchange(self.leaders, run=run) if self.group.leads else None
-        return _Sharing(exchange, self.group.comm, self.record)
+        exchange = Exchange(self.leaders, run=run, border=border) if self.group.leads else None
+        return _Sharing(exchange, self.group.comm, self.record, border)
 
 
 class _Sharing:
     """Exchanges domains between batches; the leader talks to other groups, the group's other ranks do as it did."""
 
-    def __init__(self, exchange: Exchange | None, comm: Comm, record: Record) -> None:
-        self._exchange, self._comm, self._record = exchange, comm, record
+    def __init__(self, exchange: Exchange | None, comm: Comm, record: Record, border: Border | None = None) -> None:
+        self._exchange, self._comm, self._record, self._border = exchange, comm, record, border
         self.gained = 0  # domains received less those given away
 
     def __call__(self, pool: Pool, state: Search) -> bool:
@@ -200,9 +233,11 @@ class _Sharing:
             from parverify.parallel.exchange import split_off
 
             for domains in event.received:
-                pool.push(domains)
+                pool.push(domains if self._border is None else self._border.enter(domains))
             for count in event.given:
-                split_off(pool, count)
+                domains = split_off(pool, count)
+                if self._border is not None:
+                    self._border.leave(domains)
 
     def _leader(self) -> Exchange:
         if self._exchange is None:

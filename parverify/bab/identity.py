@@ -1,4 +1,4 @@
-"""What a journal belongs to: the network's file, the property's file, and the settings that decide what a domain means.
+"""Where a journal is, and what it belongs to: the network, the property, and the settings that decide what a domain is.
 
 A journal says "this region is closed". That stays true only for the network, the property and the rounding allowance it
 was found with, so a resume with anything else is refused. Importing this module loads no torch.
@@ -10,12 +10,38 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import parverify
 from parverify.config import Settings
 from parverify.errors import UsageError
 
+if TYPE_CHECKING:
+    from parverify.frontend.query import Query
+
 _CHUNK = 1 << 20
+
+
+class Network(Protocol):
+    """What a torch module has."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Its tensors by name."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Where a run keeps its journal.
+
+    Args:
+        folder: of the journal.
+        resume: go on with what it holds.
+        again: this run was started before, and may have got as far as a journal: go on with it if there is one.
+    """
+
+    folder: str
+    resume: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,32 +92,56 @@ class Identity:
             )
 
 
-def identify(model: str | Path, spec: str | Path, settings: Settings) -> Identity:
+def identify(model: str | Path | Network, spec: str | Path | Query, settings: Settings) -> Identity:
     """The identity of a run.
 
     Args:
-        model, spec: the files; each may exist as `.gz` only.
+        model, spec: the files, each may exist as `.gz` only, or what stands for them in the library. Of a module its
+            structure as text and its state are hashed, not the code of its `forward`.
         settings: of the run.
 
     Raises:
         UsageError: if a file can't be read.
     """
     matter = {
+        "version": parverify.__version__,
         "dtype": settings.dtype,
         "method": settings.method,
         "branching.kind": settings.branching.kind,
         "bounds.allowance": settings.bounds.allowance,
     }
-    return Identity(_hash(model), _hash(spec), {name: str(value) for name, value in matter.items()})
+    network = _hash_files(model) if isinstance(model, (str, Path)) else _hash_state(model)
+    asked = _hash_files(spec) if isinstance(spec, (str, Path)) else _hash_query(spec)
+    return Identity(network, asked, {name: str(value) for name, value in matter.items()})
 
 
-def _hash(path: str | Path) -> str:
-    place = next((Path(f"{path}{ending}") for ending in ("", ".gz") if Path(f"{path}{ending}").is_file()), Path(path))
+def _hash_files(path: str | Path) -> str:
+    """Of one file, or of several networks `f=first.onnx;g=second.onnx`."""
     found = hashlib.sha256()
-    try:
-        with open(place, "rb") as handle:
-            while chunk := handle.read(_CHUNK):
-                found.update(chunk)
-    except OSError as error:
-        raise UsageError(f"can't read {path}: {error.strerror or error}") from error
+    several = "=" in str(path) and not Path(path).exists()
+    for part in str(path).split(";") if several else [str(path)]:
+        name = part.partition("=")[2] if several else part
+        place = next((Path(f"{name}{ending}") for ending in ("", ".gz") if Path(f"{name}{ending}").is_file()), name)
+        try:
+            with open(place, "rb") as handle:
+                while chunk := handle.read(_CHUNK):
+                    found.update(chunk)
+        except OSError as error:
+            raise UsageError(f"can't read {path}: {error.strerror or error}") from error
+    return found.hexdigest()
+
+
+def _hash_state(module: Network) -> str:
+    found = hashlib.sha256(str(module).encode())
+    for name, tensor in module.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _hash_query(query: Query) -> str:
+    found = hashlib.sha256(f"{query.n_in} {query.n_out}".encode())
+    for part in query.disjuncts:
+        for array in (part.lower, part.upper, part.C_y, part.d, part.strict, part.C_x):
+            found.update(b"none" if array is None else f"{array.dtype} {array.shape}".encode() + array.tobytes())
     return found.hexdigest()

@@ -64,3 +64,25 @@ class Journaled:
     def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
         """As the inner space."""
         return self._space.pad(parts)
+
+
+class Border:
+    """What is done to domains that come to a group or leave it, on each of its ranks.
+
+    Args:
+        space: adopts those that come.
+        journal: is told of both; None where none is kept.
+    """
+
+    def __init__(self, space: Space, journal: Journal | None) -> None:
+        self._space, self._journal = space, journal
+
+    def enter(self, domains: Domains) -> Domains:
+        """Domains from another group, or that come back, as this group goes on with them."""
+        domains = self._space.adopt(domains)
+        return domains if self._journal is None else self._journal.received(domains)
+
+    def leave(self, domains: Domains) -> None:
+        """Domains are about to be sent."""
+        if self._journal is not None:
+            self._journal.sent(domains)

@@ -42,6 +42,12 @@ def generations(folder: Path) -> list[tuple[int, int, Path]]:
     return sorted(found)
 
 
+def holds_journal(folder: Path) -> bool:
+    """Whether some file of a first group has a header that is whole."""
+    heads = (next(iter(Reader(path)), None) for _, group, path in generations(folder) if group == 0)
+    return any(head is not None and head.kind is Kind.HEADER for head in heads)
+
+
 def pick(reader: Reader, names: Container[int]) -> Iterator[Domains]:
     """The data of the domains `names` that a file holds, each once, a record at a time."""
     seen: set[int] = set()

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -51,7 +51,7 @@ class Event:
 
     Args:
         status: whether the search goes on, and how it ended if not.
-        received: domains that were put into the pool, one batch for each grant.
+        received: domains that were put into the pool, one batch for each grant, as they came (see `Border`).
         given: sizes of the grants that were taken out of the pool, in order (see `split_off`), after `received`.
         payload: what the group said that stopped the search.
         group: its number.
@@ -92,6 +92,16 @@ class Counters:
     bytes_sent: int = 0
 
 
+class Border(Protocol):
+    """What is done to domains on their way in and out."""
+
+    def enter(self, domains: Domains) -> Domains:
+        """Domains that have arrived, or come back; what is put into the pool."""
+
+    def leave(self, domains: Domains) -> None:
+        """Domains are about to be sent."""
+
+
 def split_off(pool: Pool, count: int) -> Domains:
     """Take `count` domains out of a pool that holds at least twice as many: every second one of the worst.
 
@@ -128,6 +138,7 @@ class Exchange:
         run: a number that all groups share, and no earlier exchange between them had.
         faults: for tests.
         grant_bytes: about how much one grant may be; the first one, before it is known what a domain takes, is small.
+        border: sees every domain that comes or leaves; None for nothing to be done.
     """
 
     def __init__(
@@ -139,7 +150,9 @@ class Exchange:
         run: int = 0,
         faults: Faults | None = None,
         grant_bytes: int = 64 << 20,
+        border: Border | None = None,
     ) -> None:
+        self._border = border
         self.me, self.size = (0, 1) if group is None else _place(group)
         nodes = [0] * self.size if nodes is None else nodes
         if len(nodes) != self.size:
@@ -175,8 +188,7 @@ class Exchange:
                 return self._event()
             self._machine.low = self._machine.rules.low if low is None else low
             arrived = tuple(self._machine.collect())
-        for domains in arrived:
-            pool.push(domains)
+        self._admit(pool, arrived)
         with self._news:
             self._post(self._machine.update(len(pool), time.monotonic()))
         given = tuple(self._grants(pool))
@@ -234,11 +246,14 @@ class Exchange:
             self._check()
             left = tuple(self._machine.collect())
             event = self._event(left)
-        for domains in left:
-            pool.push(domains)
+        self._admit(pool, left)
         return event
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _admit(self, pool: Pool, arrived: Sequence[Domains]) -> None:
+        for domains in arrived:
+            pool.push(domains if self._border is None else self._border.enter(domains))
 
     def _grants(self, pool: Pool) -> list[int]:
         """Give domains to all groups that wait for some; how many each time."""
@@ -255,6 +270,8 @@ class Exchange:
                 if self._machine.over:
                     pool.push(domains)
                     return given
+                if self._border is not None:
+                    self._border.leave(domains)
                 self._post(self._machine.grant(peer, count, domains, time.monotonic()))
                 self.counters.sent += count
             given.append(count)
