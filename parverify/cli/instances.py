@@ -80,7 +80,7 @@ class Record:
 
 
 def read_instances(folder: Path) -> list[Instance]:
-    """The rows of `instances.csv` (or `instances.csv.gz`): onnx, vnnlib, timeout; a header is passed over.
+    """The rows of `instances.csv` (or `instances.csv.gz`) in a folder; see `read_list`.
 
     Raises:
         UsageError: if there is no such file, or a row is not of that form.
@@ -88,6 +88,15 @@ def read_instances(folder: Path) -> list[Instance]:
     path = next((folder / name for name in ("instances.csv", "instances.csv.gz") if (folder / name).is_file()), None)
     if path is None:
         raise UsageError(f"no instances.csv in {folder}", "name a benchmark folder of VNN-COMP")
+    return read_list(path)
+
+
+def read_list(path: Path) -> list[Instance]:
+    """The rows of a file: onnx, vnnlib, timeout; a header is passed over. It may be gzipped.
+
+    Raises:
+        UsageError: if it can't be read, or a row is not of that form.
+    """
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")

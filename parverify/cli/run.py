@@ -13,21 +13,31 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
 from parverify.cli.files import check_files, keep_inputs
-from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
-from parverify.cli.outcome import Outcome
+from parverify.cli.options import (
+    Journaling,
+    journal_options,
+    settings_options,
+    take_journal,
+    take_settings,
+    talk_options,
+    timeout_option,
+)
+from parverify.cli.outcome import EXIT_ERROR, EXIT_MEMORY, Outcome
 from parverify.cli.supervise import Stop, Worker, private_folder, stop_signals, wait
 from parverify.cli.work import Boundary, Request, rank_count, work
 from parverify.clock import Clock
 from parverify.config import Settings
 from parverify.errors import UsageError
-from parverify.parallel.place import place
+from parverify.parallel.place import place, restarts_left
 from parverify.results import AtomicFile, ResultsFile, format_witness, to_json
 
+LOST = (EXIT_ERROR, EXIT_MEMORY)  # what ranks end with where one is gone; another try may do better
 _SHOW_CURSOR = "\r\x1b[K\x1b[?25h"
 
 
@@ -57,6 +67,7 @@ class Task:
         in_process: don't fork.
         verbose, quiet: how much to say.
         rank: which of several ranks this process is; only rank 0 writes, and prints the verdict.
+        journaling: whether a journal is kept, and what for.
     """
 
     model: str
@@ -67,14 +78,19 @@ class Task:
     verbose: bool = False
     quiet: bool = False
     rank: int = 0
+    journaling: Journaling = Journaling()
 
 
-@click.command(short_help="Verify one property of one network.")
-@click.argument("model")
-@click.argument("spec")
+@click.command(short_help="Verify one property of one network, or a list of them.")
+@click.argument("model", required=False)
+@click.argument("spec", required=False)
 @timeout_option
 @click.option("--results-file", metavar="FILE", help="Where the verdict and the witness go, in the form of VNN-COMP.")
 @click.option("--json", "json_file", metavar="FILE", help="Where verdict, reason, seconds, witness and figures go.")
+@click.option("--list", "list_file", metavar="CSV", help="Instead of MODEL and SPEC: lines onnx,vnnlib,timeout.")
+@click.option("--results-dir", metavar="DIR", help="Where the answers to --list go; what is there is not run again.")
+@click.option("--redo", is_flag=True, help="With --list: run again what has an answer.")
+@journal_options
 @settings_options()
 @click.option("--exit-zero", is_flag=True, help="Exit with 0 whatever the verdict, as VNN-COMP wants.")
 @click.option("--in-process", is_flag=True, help="Do not fork; for debuggers. Only the engine keeps the time then.")
@@ -94,6 +110,10 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     Exit codes: 0 sat or unsat, 2 usage, 11 unknown, 12 timeout, 20 error, 21 network, 22 unsupported operator,
     23 property, 24 memory.
     """
+    zero = options.pop("exit_zero")
+    if _is_list(options):
+        code = _run_list(options)
+        ctx.exit(0 if zero else code)
     task = Task(
         model=options.pop("model"),
         spec=options.pop("spec"),
@@ -103,10 +123,47 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         verbose=options.pop("verbose"),
         quiet=options.pop("quiet"),
         rank=_rank(),
+        journaling=take_journal(options),
     )
-    zero = options.pop("exit_zero")
     code = run(task, options)
     ctx.exit(0 if zero else code)
+
+
+def _is_list(options: dict[str, Any]) -> bool:
+    """Whether a list is given instead of one instance; the options that only go with a list are gone otherwise.
+
+    Raises:
+        UsageError: options that exclude each other, or a missing one.
+    """
+    if options["list_file"] is not None:
+        for name in ("model", "spec", "results_file", "json_file"):
+            if options.pop(name) is not None:
+                raise UsageError("--list stands instead of MODEL, SPEC, --results-file and --json", "see --results-dir")
+        if options["results_dir"] is None:
+            raise UsageError("--list needs --results-dir", "name a folder for the answers")
+        return True
+    for name in ("model", "spec"):
+        if options[name] is None:
+            raise UsageError(f"Missing argument '{name.upper()}'", "see 'parverify run --help'")
+    if options.pop("results_dir") is not None or options.pop("redo"):
+        raise UsageError("--results-dir and --redo go with --list")
+    del options["list_file"]
+    return False
+
+
+def _run_list(options: dict[str, Any]) -> int:
+    from parverify.cli.stream import ListTask, stream
+
+    task = ListTask(
+        Path(options.pop("list_file")),
+        Path(options.pop("results_dir")),
+        timeout=options.pop("timeout"),
+        redo=options.pop("redo"),
+        in_process=options.pop("in_process") or not hasattr(os, "fork"),
+        verbose=options.pop("verbose"),
+        quiet=options.pop("quiet"),
+    )
+    return stream(task, take_settings(options))
 
 
 def _rank() -> int:
@@ -146,8 +203,12 @@ def run(task: Task, options: dict[str, Any]) -> int:
 def _request(task: Task, settings: Settings | None, afterwards: contextlib.ExitStack) -> Request:
     settings = settings or Settings()
     clock = Clock(engine_timeout(task.timeout), task.started)
-    folder = afterwards.enter_context(private_folder()) if rank_count(settings) > 1 else ""
-    return Request(task.model, task.spec, settings, clock, verbose=task.verbose, quiet=task.quiet, folder=folder)
+    several = rank_count(settings) > 1 or task.journaling.restarts
+    folder = afterwards.enter_context(private_folder()) if several else ""
+    return Request(
+        task.model, task.spec, settings, clock, verbose=task.verbose, quiet=task.quiet, folder=folder,
+        keep=task.journaling.keep, restarts=task.journaling.restarts,
+    )  # fmt: skip
 
 
 def _decide(request: Request, task: Task, stop: Stop | None, afterwards: contextlib.ExitStack) -> Outcome:
@@ -168,16 +229,18 @@ def _answer(outcome: Outcome, results: ResultsFile, report: Report, settings: Se
     with Boundary(verbose=task.verbose) as formatting:
         witness = format_witness(outcome.x, outcome.y) if outcome.verdict == "sat" else ""
     outcome = formatting.outcome or outcome
+    if task.rank or (task.journaling.keep is not None and restarts_left() and outcome.exit_code in LOST):
+        return _end_quietly(outcome, task)
     with Boundary(verbose=task.verbose) as writing:
         results.finish(outcome.verdict, witness)
-    if task.rank:
-        return _end_quietly(outcome, task)
     with contextlib.suppress(OSError):  # a reader that has gone away does not change the verdict
         click.echo(f"{outcome.verdict}\n{witness}" if witness else outcome.verdict)
     with Boundary(verbose=task.verbose) as reporting:
         report.write(outcome, settings)
     failures = [boundary.outcome for boundary in (writing, reporting) if boundary.outcome is not None]
     _talk([outcome, *failures], quiet=task.quiet)
+    if not failures and restarts_left() and outcome.verdict in ("unknown", "timeout"):
+        return 0  # torchrun would start all ranks again, for the same answer
     return failures[0].exit_code if failures else outcome.exit_code
 
 

@@ -149,10 +149,10 @@ def wait(worker: Worker, stop: Stop, *, deadline: float) -> Outcome:
         if time.monotonic() >= deadline:
             return Outcome.timeout("the deadline passed before the engine ended")
         if stop.name:
-            return _stopped(stop.name)
+            return stopped(stop.name)
 
 
-def _stopped(name: str) -> Outcome:
+def stopped(name: str) -> Outcome:
     """The run was told to end; torchrun does so where another rank has failed."""
     if name == "SIGTERM" and place() is not None:
         return Outcome.error("ended by SIGTERM from torchrun: another rank failed, or torchrun itself was told to end")

@@ -6,6 +6,7 @@ this process is one of the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -16,14 +17,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from parverify.bab.identity import Keep
 from parverify.cli.outcome import Outcome
 from parverify.clock import Clock
 from parverify.config import Settings
 from parverify.errors import LostRankError, ParverifyError, UsageError
-from parverify.parallel.place import Place, place
+from parverify.parallel.place import Place, place, restarts_done
 from parverify.results import jsonable
 
 if TYPE_CHECKING:
+    from parverify.flow.entries import Batch
     from parverify.parallel.world import World
 
 DONE = "done"  # the verdict of a request that asks for none
@@ -42,6 +47,9 @@ class Request:
         verbose, quiet: how much to say on stderr.
         folder: a private folder through which several ranks meet; needed with more than one.
         bounds: ask for bounds instead of a verdict; the outcome is `done`, the report a JSON text in its figures.
+        keep: the journal; None for none.
+        restarts: how often ranks are started again where one is lost, to go on from the journal.
+        batch: a list of instances instead of one; the outcome is `done`, each instance's answer in a file.
     """
 
     model: str
@@ -52,6 +60,15 @@ class Request:
     quiet: bool = False
     folder: str = ""
     bounds: bool = False
+    keep: Keep | None = None
+    restarts: int = 0
+
+    def once_more(self) -> Request:
+        """The same after ranks were lost."""
+        keep = self.keep and dataclasses.replace(self.keep, again=True)
+        return dataclasses.replace(self, keep=keep)
+
+    batch: Batch | None = None
 
 
 class Boundary:
@@ -103,7 +120,8 @@ def work(request: Request) -> Outcome:
         here = place()
         if here is not None:
             return _take_part(request, here)
-        outcome = perform(request) if rank_count(request.settings) == 1 else _launch(request)
+        here_alone = rank_count(request.settings) == 1 and not request.restarts
+        outcome = perform(request) if here_alone else _launch(request)
     return boundary.outcome or outcome
 
 
@@ -112,10 +130,15 @@ def _launch(request: Request) -> Outcome:
     device = request.settings.device
     if device == "cpu":
         import parverify.api  # noqa: F401  (ranks are forked from here: loaded once for all)
-    from parverify.parallel.launch import launch
+    from parverify.parallel.launch import Retry, launch
+
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):
+            click.echo(line, err=True)
 
     job, nproc = functools.partial(perform, request), request.settings.parallel.nproc
-    return launch(nproc, job, folder=request.folder, device=device, verbose=request.verbose)
+    retry = Retry(request.restarts, functools.partial(perform, request.once_more()), say)
+    return launch(nproc, job, folder=request.folder, device=device, verbose=request.verbose, retry=retry)
 
 
 def _take_part(request: Request, here: Place) -> Outcome:
@@ -125,7 +148,9 @@ def _take_part(request: Request, here: Place) -> Outcome:
         from parverify.parallel.world import join
 
         world = join(request.settings.device)
-        outcome = perform(request, world)
+        if _started_before(world):
+            request = request.once_more()
+        outcome = perform(dataclasses.replace(request, folder=""), world)  # each rank's folder is its own
         if outcome.verdict not in ("error", "timeout"):
             _check_agreed(world, outcome.verdict)
             world.comm.barrier()  # a rank that leaves would break what others still send
@@ -133,6 +158,14 @@ def _take_part(request: Request, here: Place) -> Outcome:
     if here.rank and (outcome.verdict == "timeout" or isinstance(boundary.error, LostRankError)):
         time.sleep(_PATIENCE)
     return outcome
+
+
+def _started_before(world: World) -> bool:
+    """Whether torchrun has started these ranks before; it counts by machine."""
+    from parverify.parallel.shared import from_rank
+
+    everyone = [from_rank(world.comm, rank, restarts_done()) for rank in range(world.size)]
+    return any(everyone)
 
 
 def _check_agreed(world: World, verdict: str) -> None:
@@ -151,6 +184,8 @@ def perform(request: Request, world: World | None = None) -> Outcome:
         request: the same on every rank.
         world: all ranks; None for one.
     """
+    if request.batch is not None:
+        return _stream(request, request.batch, world)
     options = {} if world is None or world.size == 1 else {"world": world}
     first = world is None or world.rank == 0
     return _bound(request, first, options) if request.bounds else _verify(request, first, options)
@@ -164,6 +199,24 @@ def _bound(request: Request, first: bool, options: dict[str, Any]) -> Outcome:
     return Outcome(DONE, stats={"report": json.dumps(report, default=jsonable)} if first else {})
 
 
+def _stream(request: Request, batch: Batch, world: World | None) -> Outcome:
+    from parverify.flow.rank import work_on_list
+    from parverify.parallel.world import alone
+    from parverify.progress import LineProgress, NullProgress
+
+    def say(line: str) -> None:
+        if not request.quiet:
+            with contextlib.suppress(OSError):  # a closed stderr is no reason to lose a verdict
+                click.echo(line, err=True)
+
+    check_device(request.settings.device)
+    progress = LineProgress(verbose=True) if request.verbose else NullProgress()
+    return work_on_list(
+        batch, request.settings, world or alone(), progress=progress, say=say, folder=request.folder,
+        verbose=request.verbose,
+    )  # fmt: skip
+
+
 def _verify(request: Request, first: bool, options: dict[str, Any]) -> Outcome:
     from parverify.progress import make_progress
 
@@ -173,6 +226,8 @@ def _verify(request: Request, first: bool, options: dict[str, Any]) -> Outcome:
         from parverify.api import verify
 
         check_device(request.settings.device)
+        if request.keep is not None:
+            options = options | {"journal": request.keep}
         result = verify(
             request.model, request.spec, settings=request.settings, clock=request.clock, progress=progress, **options
         )
