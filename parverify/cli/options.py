@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
 
+from parverify.bab.identity import Keep
 from parverify.config import DEVICES, DTYPES, INTERMS, METHODS, Settings, parse_memory, resolve
 from parverify.errors import UsageError
 from parverify.strategy.directives import choose_strategy
@@ -48,6 +50,51 @@ def timeout_option(function: Function) -> Function:
     """--timeout."""
     text = "Seconds from the start of the process to the answer; no end without it."
     return click.option("--timeout", type=Seconds(), help=text)(function)
+
+
+@dataclass(frozen=True)
+class Journaling:
+    """What `journal_options` say.
+
+    Args:
+        keep: the journal; None for none.
+        restarts: how often ranks are started again where one is lost.
+    """
+
+    keep: Keep | None = None
+    restarts: int = 0
+
+
+def journal_options(function: Function) -> Function:
+    """--journal, --resume and --restarts."""
+    options = [
+        click.option("--journal", metavar="DIR", help="Write the search down in a new folder; see docs/journal.md."),
+        click.option("--resume", metavar="DIR", help="Go on from such a folder, and go on writing there."),
+        click.option(
+            "--restarts",
+            type=click.IntRange(min=0),
+            default=0,
+            help="Start lost ranks again so often, from the journal.",
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def take_journal(options: dict[str, Any]) -> Journaling:
+    """Remove the options of `journal_options` from `options`.
+
+    Raises:
+        UsageError: they exclude each other, or one needs another.
+    """
+    journal, resume, restarts = (options.pop(name) for name in ("journal", "resume", "restarts"))
+    if journal is not None and resume is not None:
+        raise UsageError("--journal and --resume are both given", "give --resume alone: it writes there too")
+    folder = journal if resume is None else resume
+    if folder is None and restarts:
+        raise UsageError("--restarts needs a journal to go on from", "name a folder by --journal")
+    return Journaling(None if folder is None else Keep(folder, resume=resume is not None), restarts)
 
 
 def settings_options(methods: tuple[str, ...] = METHODS) -> Callable[[Function], Function]:

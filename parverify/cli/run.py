@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class Task:
     verbose: bool = False
     quiet: bool = False
     rank: int = 0
-    journaling: Journaling = Journaling()
+    journaling: Journaling = field(default_factory=Journaling)
 
 
 @click.command(short_help="Verify one property of one network, or a list of them.")

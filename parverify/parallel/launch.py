@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,30 @@ _NUMBERS = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
 # --- the launcher's side ----------------------------------------------------------------------------------------------
 
 
-def launch(nproc: int, job: Job, *, folder: str | Path, device: str = "cpu", verbose: bool = False) -> Outcome:
+@dataclass(frozen=True)
+class Retry:
+    """What is done where a rank is lost.
+
+    Args:
+        most: how often ranks are started again.
+        job: what they call then; see `launch`.
+        say: told why, in one line.
+    """
+
+    most: int
+    job: Job
+    say: Callable[[str], None]
+
+
+def launch(
+    nproc: int,
+    job: Job,
+    *,
+    folder: str | Path,
+    device: str = "cpu",
+    verbose: bool = False,
+    retry: Retry | None = None,
+) -> Outcome:
     """Run a job on several ranks of this machine; all of them are gone when this returns.
 
     Args:
@@ -64,10 +87,24 @@ def launch(nproc: int, job: Job, *, folder: str | Path, device: str = "cpu", ver
         folder: a private, empty folder; it may be removed afterwards.
         device: `cpu`, whose ranks are forked, or `cuda`, whose ranks are started anew.
         verbose: ranks print whole tracebacks.
+        retry: what is done where a rank is lost; None for nothing.
 
     Returns:
         What the ranks came to; `error` naming the rank where one died or raised.
     """
+    again = 0
+    outcome, lost = _round(nproc, job, folder, device, verbose)
+    while lost and retry is not None and again < retry.most:
+        again += 1
+        retry.say(f"{outcome.reason}; all ranks are started again ({again} of {retry.most})")
+        place = Path(folder, f"again-{again}")
+        place.mkdir()
+        outcome, lost = _round(nproc, retry.job, place, device, verbose)
+    return replace(outcome, stats={**outcome.stats, "restarts": again}) if again else outcome
+
+
+def _round(nproc: int, job: Job, folder: str | Path, device: str, verbose: bool) -> tuple[Outcome, bool]:
+    """All ranks, once; what they came to, and whether that is only because one was lost."""
     folder = Path(folder)
     post = Post(str(folder), nproc, device, os.getpid(), verbose)
     failures: Mapping[int, ProcessFailure] = {}
@@ -77,8 +114,11 @@ def launch(nproc: int, job: Job, *, folder: str | Path, device: str = "cpu", ver
         except ChildFailedError as error:
             failures = error.failures
         except SignalException as error:
-            return Outcome.unknown(f"{INTERRUPTED} by {error.sigval.name}")
-    return decide(read_records(folder, nproc), nproc, failures)
+            return Outcome.unknown(f"{INTERRUPTED} by {error.sigval.name}"), False
+    records = read_records(folder, nproc)
+    said = any(exceptional(record.outcome) and not record.lost for record in records.values())
+    whole = len(records) == nproc and not failures and not any(record.lost for record in records.values())
+    return decide(records, nproc, failures), not said and not whole
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,21 @@ class Place:
     local: int
 
 
+def restarts_done() -> int:
+    """How often torchrun has started these ranks again."""
+    return _number("TORCHELASTIC_RESTART_COUNT")
+
+
+def restarts_left() -> int:
+    """How often torchrun would start them again if one failed."""
+    return max(0, _number("TORCHELASTIC_MAX_RESTARTS") - restarts_done()) if place() is not None else 0
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "0")
+    return int(text) if text.isdecimal() else 0
+
+
 def place() -> Place | None:
     """What torchrun, or any launcher with its variables, says of this process; None where it was started alone."""
     size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "")
