@@ -168,14 +168,6 @@ def _started_before(world: World) -> bool:
     return any(everyone)
 
 
-def _started_before(world: World) -> bool:
-    """Whether torchrun has started these ranks before; it counts by machine."""
-    from parverify.parallel.shared import from_rank
-
-    everyone = [from_rank(world.comm, rank, restarts_done()) for rank in range(world.size)]
-    return any(everyone)
-
-
 def _check_agreed(world: World, verdict: str) -> None:
     """Raise `ParverifyError` unless every rank came to this verdict; our launcher sees to it by itself."""
     from parverify.parallel.shared import from_rank
