@@ -148,6 +148,7 @@ class Verifier:
             "phases": {k: round(v, 4) for k, v in self._state.seconds.items()},
             "replays": self._witnesses.replays,
             "open_disjuncts": len(self._state.open),
+            **self._books.stats(),
         }
         if self._crew is not None:
             # a clock that ran out did so on one rank; the others are elsewhere

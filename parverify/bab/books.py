@@ -131,6 +131,11 @@ class Books:
         """Whether there is a journal."""
         return self._keep is not None
 
+    def stats(self) -> dict[str, Any]:
+        """How often the journal was taken up, and how many subproblems were open then."""
+        taken = {"generation": self._past.generation, "open": sum(one.open for one in self._past.searches.values())}
+        return {"journal": taken} if self.kept else {}
+
     # --- what was said ------------------------------------------------------------------------------------------------
 
     def said(self, key: str) -> Any:
@@ -174,12 +179,12 @@ class Books:
             return None
         verdict, reason = Verdict(said["verdict"]), f"{said['reason']} (by the journal)"
         if verdict is not Verdict.SAT:
-            return Result(verdict, reason=reason)
+            return Result(verdict, reason=reason, stats=self.stats())
         witness = confirm(np.array(said["x"]))
         if witness is None:
             self._progress.warn("journal: its witness is none here; the run starts anew from what was bounded")
             return None
-        return Result(verdict, witness, reason)
+        return Result(verdict, witness, reason, self.stats())
 
     def earlier(self, key: str) -> Earlier | None:
         """A search that an earlier run began."""

@@ -110,8 +110,10 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     Exit codes: 0 sat or unsat, 2 usage, 11 unknown, 12 timeout, 20 error, 21 network, 22 unsupported operator,
     23 property, 24 memory.
     """
-    zero = options.pop("exit_zero")
+    zero, journaling = options.pop("exit_zero"), take_journal(options)
     if _is_list(options):
+        if journaling.keep is not None:
+            raise UsageError("--journal and --resume go with one instance", "a list goes on by its answers")
         code = _run_list(options)
         ctx.exit(0 if zero else code)
     task = Task(
@@ -123,7 +125,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         verbose=options.pop("verbose"),
         quiet=options.pop("quiet"),
         rank=_rank(),
-        journaling=take_journal(options),
+        journaling=journaling,
     )
     code = run(task, options)
     ctx.exit(0 if zero else code)
