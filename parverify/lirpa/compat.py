@@ -54,7 +54,7 @@ class Lirpa:
     shims: tuple[str, ...] = ()
 
     @property
-    def bounded_module(self) -> type[nn.Module]:
+    def bounded_module(self) -> Any:
         """The class `BoundedModule`."""
         return self.module.BoundedModule
 
