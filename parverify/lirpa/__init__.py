@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parverify.lirpa.back import to_bounded_module
     from parverify.lirpa.graphs import from_bounded_module
     from parverify.lirpa.module import shard
     from parverify.lirpa.probe import alphas_move
@@ -17,9 +18,10 @@ _HOMES = {
     "alphas_move": "parverify.lirpa.probe",
     "from_bounded_module": "parverify.lirpa.graphs",
     "shard": "parverify.lirpa.module",
+    "to_bounded_module": "parverify.lirpa.back",
 }
 
-__all__ = ["alphas_move", "from_bounded_module", "shard"]
+__all__ = ["alphas_move", "from_bounded_module", "shard", "to_bounded_module"]
 
 
 def __getattr__(name: str) -> Any:
