@@ -148,8 +148,9 @@ class _Stream:
             batch = queue.pop(0)
             if not batch:
                 continue
-            outcome, blamed, late = self._attempt(batch, stop)
+            outcome, active, late = self._attempt(batch, stop)
             left = [entry for entry in batch if not self.answered(entry)]
+            blamed = [one for one in active if one.name in {entry.name for entry in left}]
             if outcome.verdict == DONE and not left:
                 continue
             restarts = stop is not None and not stop.name and place() is None

@@ -27,7 +27,7 @@ class Rates:
 def searching_ranks(ranks: int, rates: Rates) -> int:
     """How many of `ranks` search while there are instances to bound; the others, one at least, bound.
 
-    Maximizes min(n_b / (share t_b), n_s / t_s), the undecided instances that pass both stages in a second. One rank of
+    Maximizes min(share n_b / t_b, n_s / t_s), the undecided instances that pass both stages in a second. One rank of
     several searches before any search has been measured.
     """
     if ranks == 1 or not rates.undecided:
@@ -36,7 +36,7 @@ def searching_ranks(ranks: int, rates: Rates) -> int:
         return 1
 
     def flow(searching: int) -> float:
-        found = (ranks - searching) / (rates.undecided * rates.bounding)
+        found = rates.undecided * (ranks - searching) / rates.bounding
         return min(found, searching / rates.searching)
 
     return max(range(ranks), key=flow)
