@@ -19,6 +19,7 @@ from parverify.bab.combine import combine
 from parverify.bab.domains import Domains, pad_width
 from parverify.bab.driver import Bounded
 from parverify.bab.problem import Problem
+from parverify.bab.shares import of_each
 from parverify.bounds.alpha import Adam, ascend
 from parverify.bounds.layers import LayerBounds
 from parverify.bounds.region import Region, select
@@ -188,7 +189,13 @@ class ActivationSpace:
         done = 0
         witness = None
         for stage in stages:
-            domains, _ = self._optimize(domains, stage - done, final=stage == last)
+            steps, final = stage - done, stage == last
+            found = of_each(
+                self.problem.executor,
+                domains,
+                lambda some, steps=steps, final=final: self._optimize(some, steps, final=final),  # type: ignore[misc]
+            )
+            domains = domains.with_columns(**found)
             done = stage
             lower = domains["rows"]
             part = domains["part"].to(self.problem.d.device)
@@ -207,7 +214,8 @@ class ActivationSpace:
     def _candidates(self, domains: Domains) -> Witness | None:
         return self._confirm(domains["x"], domains["part"])
 
-    def _optimize(self, domains: Domains, iterations: int, *, final: bool) -> tuple[Domains, Swept]:
+    def _optimize(self, domains: Domains, iterations: int, *, final: bool) -> dict[str, Tensor]:
+        """New columns of the domains."""
         run = BatchRun(self, domains)
         best = None
         swept = None
@@ -220,7 +228,7 @@ class ActivationSpace:
                 run.ascend(swept.lower)
         if swept is None or best is None:
             raise ValueError("at least one iteration is needed")
-        return run.store(best, swept), swept
+        return run.store(best, swept)
 
     # --- branching -------------------------------------------------------------------------------------------------
 
@@ -229,15 +237,18 @@ class ActivationSpace:
         depth = 1
         while len(domains) * 2 ** (depth + 1) <= children and depth < 8:
             depth += 1
-        run = BatchRun(self, domains)
-        with torch.no_grad():
-            swept = run.sweep(taps=True)
-            choice = choose_splits(self, run, swept, depth)
+        choice = Choice(**of_each(self.problem.executor, domains, lambda some: self._choose(some, depth)))
         stuck = choice.count == 0
         if bool(stuck.any()):
             keep = torch.nonzero(~stuck).flatten()
             return self._children(domains.take(keep), choice.take(keep)), domains.take(stuck)
         return self._children(domains, choice), domains.slice(0, 0)
+
+    def _choose(self, domains: Domains, depth: int) -> dict[str, Tensor]:
+        """The fields of the best `depth` splits of every domain."""
+        run = BatchRun(self, domains)
+        with torch.no_grad():
+            return vars(choose_splits(self, run, run.sweep(taps=True), depth))
 
     def _children(self, domains: Domains, choice: Choice) -> Domains:
         """All sign patterns of each domain's chosen splits."""
@@ -358,11 +369,12 @@ class BatchRun:
         """One optimizer step."""
         ascend(lower, self._leaves, self._adam, frozenset([len(self._leaves) - 1]))
 
-    def store(self, lower: Tensor, swept: Swept) -> Domains:
-        """The domains with new bounds and parameters, and candidates: the minimizer of each domain's best row."""
+    def store(self, lower: Tensor, swept: Swept) -> dict[str, Tensor]:
+        """New columns: bounds and parameters, and candidates, the minimizer of each domain's best row."""
         count = len(self.domains)
         executor = self.space.problem.executor
-        executor.agree({"bounds of a batch": lower, "beta": self.beta, **executor.replicated(self.alphas)})
+        if not executor.splits_rows:
+            executor.agree({"bounds of a batch": lower, "beta": self.beta, **executor.replicated(self.alphas)})
         rows = lower.reshape(count, self.width)
         excess = self.space.problem.excess(rows, self.part)
         best = (rows - self.space.problem.need[self.part]).argmax(1)
@@ -380,7 +392,7 @@ class BatchRun:
             for role, leaf in alpha.items():
                 columns[f"alpha/{name}/{role}"] = leaf.detach().reshape(count, self.width, -1)
         columns["beta"] = self.beta.detach().reshape(count, self.width, -1)
-        return self.domains.with_columns(**{name: column.cpu() for name, column in columns.items()})
+        return {name: column.cpu() for name, column in columns.items()}
 
 
 def _limit(table: Tensor, at: tuple[Tensor, Tensor], value: Tensor, reduce: str) -> Tensor:

@@ -13,6 +13,7 @@ from parverify.errors import DisagreementError, ParverifyError, UsageError
 from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
 from parverify.program.division import divide
+from parverify.program.executor import Executor
 from parverify.strategy.compile import compile_placement
 from parverify.strategy.directives import load_strategy
 from parverify.verdict import Verdict
@@ -151,3 +152,32 @@ def test_groups_that_do_not_fit_the_ranks_are_refused_before_any_work() -> None:
     with pytest.raises(UsageError, match="1 ranks can't form 2 equal groups; allowed: 0, 1"):
         parverify.verify(module, case.query, parallel__groups=2)
     assert parverify.verify(module, case.query, parallel__groups=1).verdict is Verdict.SAT
+
+
+def most_rows(world: World, strategy: str) -> tuple[str, int]:
+    """The verdict, and the most rows that were swept at once with multipliers."""
+    module = make("residual", 2, 2)
+    case = random_case(module, 2, sat=False, seed=2)
+    seen = [0]
+    inner = Executor.sweep
+
+    def sweep(self: Executor, start: str, rows: Any, *arguments: Any, **options: Any) -> Any:
+        if options.get("splits"):
+            seen[0] = max(seen[0], len(rows))
+        return inner(self, start, rows, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "sweep", sweep)
+        result = parverify.verify(
+            module, case.query, timeout=60, world=world, parallel__strategy=strategy, parallel__groups=1,
+            branching__kind="activation", branching__batch=16, attack__enabled=False,
+        )  # fmt: skip
+    return result.verdict.value, seen[0]
+
+
+def test_a_batch_is_divided_over_the_ranks_that_fold() -> None:
+    verdict, alone = most_rows(World(), "single")
+    assert verdict == "unsat" and alone >= 8
+    for strategy, share in (("fold", 2), ("fsdp", 1)):
+        for found in on_ranks(2, most_rows, strategy):
+            assert found == (verdict, pytest.approx(alone / share, abs=2))
