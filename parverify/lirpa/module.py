@@ -223,8 +223,10 @@ class _Engine:
         self, request: Request, found: Found, given: dict[str, Any]
     ) -> tuple[Tensor | None, Tensor | None]:
         """The bounds, with auto_LiRPA's gradients."""
-        weights = [node.forward() for node in self.bounded._modules.values() if type(node).__name__ == "BoundParams"]
-        leaves = (*(weight for weight in weights if weight.requires_grad), *request.differentiable)
+        holders = [node for node in self.bounded._modules.values() if isinstance(getattr(node, "param", None), Tensor)]
+        for node in holders:
+            node.forward()  # decides whether its weight trains
+        leaves = (*(node.param for node in holders if node.param.requires_grad), *request.differentiable)
         if not leaves:
             return found.lower, found.upper
         sides = [side for side in (found.lower, found.upper) if side is not None]
