@@ -93,8 +93,9 @@ class Books:
         self._world, self._keep, self._progress = world, keep, progress
         self._restored: Restored | None = None
         self._base: Journal | None = None  # group 0's, on rank 0
-        self._mine: Journal | None = None  # this rank's group's
+        self._led: dict[int, Journal] = {}  # of groups that this rank leads
         self._identity: Identity | None = None
+        self._count = self._formations = 0  # how many groups there are, and how often they were formed
         self._past = _Past()
         if keep is not None:
             self._past, self._identity = from_first(world.comm, lambda: self._open(keep, identify()))
@@ -111,14 +112,14 @@ class Books:
                 path.unlink(missing_ok=True)
         elif keep.again or keep.resume:
             return self._take_up(folder, identity), identity
-        self._base = Journal(folder, 0, identity, log=self._progress.warn)
+        self._base = self._led[0] = Journal(folder, 0, identity, log=self._progress.warn)
         return _Past(), identity
 
     def _take_up(self, folder: Path, identity: Identity) -> _Past:
         restored = self._restored = replay(folder, identity)
         for flaw in restored.flaws:
             self._progress.warn(f"journal: {flaw}; what was written behind it is searched again")
-        self._base = Journal.resume(restored, log=self._progress.warn)
+        self._base = self._led[0] = Journal.resume(restored, log=self._progress.warn)
         searches = {
             key: Earlier(tuple(search.roots["part"].tolist()), len(search)) for key, search in restored.searches.items()
         }
@@ -203,31 +204,37 @@ class Books:
     # --- searches -----------------------------------------------------------------------------------------------------
 
     def join(self, group: Group) -> Journal | None:
-        """This rank's journal as a member of a group; None where none is kept."""
+        """This rank's journal as a member of a group; None where none is kept. All ranks call this alike.
+
+        Groups may be formed anew while no domain is open but in group 0, which keeps its journal; the others get
+        numbers that no group had before, and with them files and ids of their own.
+        """
         if self._keep is None:
             return None
-        if self._mine is not None:
-            if self._mine.ledger.group != group.number:
-                self._mine.close()
-            elif group.leads or not group.number:
-                return self._mine
+        if group.count == self._count and self._mine is not None:
+            return self._mine
+        self._count, self._formations = group.count, self._formations + 1
+        if self._mine is not None and self._mine is not self._base:
+            self._mine.close()
         if group.number:
-            self._mine = self._of_group(group.number) if group.leads else Journal(None, group.number)
+            number = self._formations * self._world.size + group.number
+            self._mine = self._of_group(number) if group.leads else Journal(None, number)
             return self._mine
         base = self._base
         ledger = from_first(group.comm, lambda: None if base is None else base.ledger)
         if ledger is None:
             raise ParverifyError("group 0 is not led by rank 0")
-        self._mine = base
         if base is None:
             self._mine = Journal(None, 0)
             self._mine.ledger = ledger
+        else:
+            self._mine = base
         return self._mine
 
     def _of_group(self, number: int) -> Journal:
         """Where the file can't be made, what this group gets stays open at the groups that gave it: that is no loss."""
-        if self._keep is None:
-            raise ParverifyError("no journal is kept")
+        if self._keep is None or not number:
+            raise ParverifyError("group 0 is not led by rank 0")
         try:
             return Journal(self._keep.folder, number, self._identity, generation=self._past.generation)
         except UsageError as error:
@@ -250,9 +257,10 @@ class Books:
 
     def close(self) -> None:
         """End writing; may be called at any time, by any rank."""
-        for journal in (self._mine, self._base):
-            if journal is not None:
-                journal.close()
+        for journal in self._led.values():
+            journal.close()
+        if self._base is not None:
+            self._base.close()
 
 
 @dataclass
