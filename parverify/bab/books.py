@@ -95,7 +95,6 @@ class Books:
         self._base: Journal | None = None  # group 0's, on rank 0
         self._led: dict[int, Journal] = {}  # of groups that this rank leads
         self._identity: Identity | None = None
-        self._count = self._formations = 0  # how many groups there are, and how often they were formed
         self._past = _Past()
         if keep is not None:
             self._past, self._identity = from_first(world.comm, lambda: self._open(keep, identify()))
@@ -204,32 +203,21 @@ class Books:
     # --- searches -----------------------------------------------------------------------------------------------------
 
     def join(self, group: Group) -> Journal | None:
-        """This rank's journal as a member of a group; None where none is kept. All ranks call this alike.
+        """This rank's journal as a member of a group; None where none is kept.
 
-        Groups may be formed anew while no domain is open but in group 0, which keeps its journal; the others get
-        numbers that no group had before, and with them files and ids of their own.
+        A journal is numbered by the rank that leads its group, so that groups of other sizes go on with those of their
+        leaders. The other ranks of a group get the leader's accounts as they are now.
         """
         if self._keep is None:
             return None
-        if group.count == self._count and self._mine is not None:
-            return self._mine
-        self._count, self._formations = group.count, self._formations + 1
-        if self._mine is not None and self._mine is not self._base:
-            self._mine.close()
-        if group.number:
-            number = self._formations * self._world.size + group.number
-            self._mine = self._of_group(number) if group.leads else Journal(None, number)
-            return self._mine
-        base = self._base
-        ledger = from_first(group.comm, lambda: None if base is None else base.ledger)
-        if ledger is None:
-            raise ParverifyError("group 0 is not led by rank 0")
-        if base is None:
-            self._mine = Journal(None, 0)
-            self._mine.ledger = ledger
-        else:
-            self._mine = base
-        return self._mine
+        number = group.number * group.comm.size
+        if group.leads and number not in self._led:
+            self._led[number] = self._of_group(number)
+        mine = self._led[number] if group.leads else Journal(None, number)
+        ledger = from_first(group.comm, lambda: mine.ledger)
+        if not group.leads:
+            mine.ledger = ledger
+        return mine
 
     def _of_group(self, number: int) -> Journal:
         """Where the file can't be made, what this group gets stays open at the groups that gave it: that is no loss."""
