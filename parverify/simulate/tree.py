@@ -1,0 +1,79 @@
+"""A tree of subproblems that stands for one that was searched: every node knows only how many there are below it.
+
+A domain of weight w has w descendants, an even number; 0 means that bounding closes it. Its children take w - 2 between
+them, one of them a share that varies around `skew`. So the number of nodes is exact whatever the order of the search,
+as it is for a property that holds. Where few domains are split over several levels at once, as the spaces of branch and
+bound do to fill a batch, what would have been closed on the way is split on and bounded in vain, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+DEEPEST = 8  # levels of one split
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree.
+
+    Args:
+        nodes: below the root; rounded up to an even number.
+        skew: mean share of the lighter child, up to 0.5.
+        wide: whether few domains are split over several levels to fill a batch.
+        seed: of the shares.
+    """
+
+    nodes: int
+    skew: float = 0.3
+    wide: bool = True
+    seed: int = 0
+
+    @property
+    def root(self) -> int:
+        """The root's weight."""
+        return self.nodes + self.nodes % 2
+
+
+@dataclass
+class Splitter:
+    """Splits domains of a tree, one after the other by the same random numbers."""
+
+    shape: Shape
+    random: Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.shape.seed)
+
+    def split(self, weights: Sequence[int], room: int) -> tuple[int, list[int]]:
+        """Split domains.
+
+        Args:
+            weights: positive.
+            room: how many children should be bounded at once.
+
+        Returns:
+            How many children are bounded, and the weights of those that stay open.
+        """
+        depth = 1
+        while self.shape.wide and len(weights) << (depth + 1) <= room and depth < DEEPEST:
+            depth += 1
+        count = len(weights) << depth
+        open_now = list(weights)
+        for _ in range(depth):
+            open_now = self._halve(open_now)
+        return count, open_now
+
+    def _halve(self, weights: Sequence[int]) -> list[int]:
+        draw, twice = self.random.random, 2 * self.shape.skew
+        out = []
+        for weight in weights:
+            pairs = weight // 2 - 1
+            left = int(min(1.0, twice * draw()) * pairs)
+            if left:
+                out.append(2 * left)
+            if pairs > left:
+                out.append(2 * (pairs - left))
+        return out
