@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from parverify.cli.bounds import METHODS, prepare
+from parverify.cli.forecast import forecast, simulate_options
 from parverify.cli.options import settings_options, talk_options, timeout_option
 from parverify.cli.work import Boundary
 from parverify.clock import Clock
@@ -29,6 +30,7 @@ _UNSTABLE = 0.05
     "--unstable", type=click.FloatRange(0, 1), default=_UNSTABLE, show_default=True,
     help="Share of a layer's neurons that get rows and slopes, for the predicted figures.",
 )  # fmt: skip
+@simulate_options
 @timeout_option
 @click.option("--json", "json_file", metavar="FILE", help="Where the plan goes as JSON; - for stdout instead of text.")
 @talk_options
@@ -37,12 +39,13 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     """Show what `bounds` on MODEL (ONNX) and SPEC (VNN-LIB) would do on every rank, in this one process.
 
     For each rank: the pieces of weights it holds, the steps of a sweep, the steps of its gradient; then a table of
-    predicted memory, communication and flops. Exit codes: 0 done, 2 usage, 12 timeout, 20 error, 21 network,
-    22 unsupported operator, 23 property, 24 memory.
+    predicted memory, communication and flops. With --simulate N instead: how long branch and bound would take on up to
+    N ranks, simulated from the times of batches that were measured. Exit codes: 0 done, 2 usage, 12 timeout, 20 error,
+    21 network, 22 unsupported operator, 23 property, 24 memory.
     """
     started = ctx.obj.started if ctx.obj is not None else time.monotonic()
     with Boundary(verbose=options["verbose"]) as boundary:
-        _plan(options, started)
+        (_plan if options["simulate"] is None else forecast)(options, started)
     if boundary.outcome is not None:
         click.echo(f"{boundary.outcome.verdict}: {boundary.outcome.reason}", err=True)
         ctx.exit(boundary.outcome.exit_code)

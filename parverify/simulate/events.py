@@ -1,11 +1,11 @@
 """The search of many ranks as events in simulated time: batches, requests, refusals, grants, and the end.
 
 The rules are those of `parverify.bab.stealing` and `parverify.parallel.exchange`: a rank without open domains asks the
-others, nearest first; one that has had twice as many as it can give at its last look keeps the request until its batch
-is done, then gives half of the difference, every second one of the worst; the others refuse at once; after a round of
-refusals a rank waits, ever longer. Batches adapt by `BatchSize` itself. Two simplifications make a thousand ranks cheap:
-refusals by ranks that have nothing are passed over in one step (they are counted, and take their time), and nothing is
-lost on the way. The same scenario gives the same figures, always.
+others, nearest first; one that had two at least when it last looked keeps the request until its batch is done, then
+gives half of the difference, every second one of the worst; the others refuse at once; after a round of refusals a rank
+waits, ever longer. Batches adapt by `BatchSize` itself. Two simplifications make a thousand ranks cheap: refusals by
+ranks that have nothing are passed over in one step (they are counted, and take their time), and nothing is lost on the
+way. The same scenario gives the same figures, always.
 """
 
 from __future__ import annotations

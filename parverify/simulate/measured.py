@@ -160,10 +160,10 @@ def fit(measured: Measured, *, domains: int | None = None, wide: bool = True, se
     scale = min(1.0, FITTED / measured.bounded)
     nodes, largest = max(2, round(scale * measured.bounded)), scale * measured.largest
     machine = Machine(measured.ranks)
-    extra = {"domain_bytes": measured.domain_bytes} if measured.domain_bytes else {}
+    size = measured.domain_bytes or Scenario.domain_bytes
 
     def scenario(nodes: int, skew: float) -> Scenario:
-        return Scenario(Shape(nodes, skew, wide, seed), measured.batches, measured.before, **extra)
+        return Scenario(Shape(nodes, skew, wide, seed), measured.batches, measured.before, size)
 
     low, high = SKEWS
     for _ in range(STEPS):

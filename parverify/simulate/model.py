@@ -1,9 +1,9 @@
-"""What a simulation starts from: the search's tree and its batch times, the machine's messages, and what comes of it."""
+"""What a simulation starts from, the search's tree and batch times and the machine's messages, and what comes of it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from parverify.errors import UsageError
 from parverify.simulate.tree import Shape
@@ -78,7 +78,7 @@ class Scenario:
     batches: Batches
     before: float = 0.0
     domain_bytes: float = 1000.0
-    grant_bytes: int = field(default=64 << 20)
+    grant_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True)

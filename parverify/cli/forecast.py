@@ -1,0 +1,160 @@
+"""`parverify plan MODEL SPEC --simulate N`: how long branch and bound would take on up to N ranks, without having them.
+
+Batch times and the tree come from the report of a run (`--measured`, from `run --json`), or from a run that is made for
+it. Nothing is started on other ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from parverify.cli.files import check_files, keep_inputs
+from parverify.cli.options import Seconds, take_settings
+from parverify.clock import Clock
+from parverify.config import Settings
+from parverify.errors import UsageError
+from parverify.results import AtomicFile, jsonable, to_json
+
+if TYPE_CHECKING:
+    from parverify.simulate.measured import Measured
+    from parverify.simulate.model import Forecast, Scenario
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_CALIBRATE = 20.0
+_MOST = 65536
+
+
+def simulate_options(function: Function) -> Function:
+    """The options that say what is simulated."""
+    options = [
+        click.option("--simulate", type=click.IntRange(1, _MOST), metavar="N", help="Branch and bound on N ranks."),
+        click.option("--measured", type=click.Path(), metavar="FILE", help="A report of `run --json` on it."),
+        click.option(
+            "--calibrate", type=Seconds(), default=_CALIBRATE, show_default=True,
+            help="Without --measured: seconds of a run that is made to measure.",
+        ),
+        click.option("--domains", type=click.IntRange(min=2), help="Bounded in all, instead of the measured number."),
+        click.option("--nodes", type=click.IntRange(min=1), default=1, help="Machines over which ranks are spread."),
+        click.option("--latency", type=Seconds(), help="Of a message between machines; 0.0002 without it."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def forecast(options: dict[str, Any], started: float) -> None:
+    """Measure or read, simulate, and show.
+
+    Args:
+        options: of the command.
+        started: `time.monotonic()` at the start of the process.
+
+    Raises:
+        UsageError: an option or a file is not allowed, or there was no search to measure.
+    """
+    from parverify.simulate.measured import fit
+
+    target, file = options["json_file"], options["measured"]
+    keep_inputs((options["model"], options["spec"], options["config"], file), {"--json": target})
+    output = None if target in (None, "-") else AtomicFile(target, option="--json")
+    if output is not None:
+        output.probe()
+    settings = take_settings(options)
+    check_files(options["model"], options["spec"])
+    measured = _read(file) if file is not None else _calibrate(options, settings, started)
+    if not measured.decided and options["domains"] is None and not options["quiet"]:
+        click.echo(
+            f"warning: the measured run ended before a proof: simulating the {measured.bounded} subproblems that are "
+            "known; --domains gives another number",
+            err=True,
+        )
+    scenario = fit(measured, domains=options["domains"])
+    found = forecasts(scenario, options["simulate"], nodes=options["nodes"], latency=options["latency"])
+    content = {
+        "model": options["model"],
+        "spec": options["spec"],
+        "measured": asdict(measured),
+        "scenario": asdict(scenario),
+        "nodes": options["nodes"],
+        "forecasts": [asdict(one) for one in found],
+    }
+    content["measured"]["batches"].pop("factors")  # they stand in the scenario
+    if output is not None:
+        output.write(to_json(content))
+    if target == "-":
+        click.echo(to_json(content), nl=False)
+    elif not options["quiet"]:
+        click.echo("\n".join(table(measured, scenario, found)))
+
+
+def forecasts(scenario: Scenario, ranks: int, *, nodes: int = 1, latency: float | None = None) -> list[Forecast]:
+    """Forecasts for the powers of two up to `ranks`, and for `ranks`.
+
+    Args:
+        scenario: what is simulated.
+        ranks: the most.
+        nodes: machines over which the most are spread; fewer ranks fill as many of them as they need.
+        latency: seconds of a message between machines.
+    """
+    from parverify.simulate.events import simulate
+    from parverify.simulate.model import Machine
+
+    extra = {} if latency is None else {"latency": latency}
+    each = -(-ranks // nodes)
+    sizes = sorted({*(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks), ranks})
+    return [simulate(scenario, Machine(size, nodes=min(size, -(-size // each)), **extra)) for size in sizes]
+
+
+def _read(file: str) -> Measured:
+    from parverify.simulate.measured import read_measured
+
+    try:
+        with open(file, encoding="utf-8") as handle:
+            content = json.load(handle)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--measured: can't read {file}: {error}", "give what `parverify run --json` wrote") from error
+    return read_measured(content, file)
+
+
+def _calibrate(options: Mapping[str, Any], settings: Settings, started: float) -> Measured:
+    """Run the instance for a while on one rank, and take its own report."""
+    from parverify.api import verify
+    from parverify.simulate.measured import read_measured
+
+    seconds = min(options["calibrate"], options["timeout"] or math.inf)
+    clock = Clock(seconds, started)
+    result = verify(options["model"], options["spec"], settings=settings, clock=clock)
+    content = {
+        "verdict": result.verdict.value,
+        "seconds": time.monotonic() - started,
+        "stats": jsonable(result.stats),
+        "settings": asdict(settings),
+    }
+    return read_measured(content, "the measuring run")
+
+
+def table(measured: Measured, scenario: Scenario, found: Sequence[Forecast]) -> list[str]:
+    """The forecasts as lines."""
+    batches = scenario.batches
+    lines = [
+        f"measured on {measured.ranks} rank{'s' if measured.ranks > 1 else ''}: {measured.bounded} subproblems, "
+        f"at most {measured.largest} open; a batch takes {batches.base:.3g} s and {batches.each:.3g} s a subproblem",
+        f"simulated: a tree of {scenario.tree.nodes} nodes, lighter children {scenario.tree.skew:.0%}; "
+        f"{scenario.before:.3g} s before and after the search",
+    ]
+    rows = [["ranks", "seconds", "search", "speed-up", "idle", "subproblems", "messages", "moved"]]
+    for one in found:
+        speed = found[0].search / one.search if one.search else 1.0
+        rows.append([
+            str(one.ranks), f"{one.seconds:.2f}", f"{one.search:.2f}", f"{speed:.1f}", f"{one.idle:.1%}",
+            str(one.bounded), str(one.messages), str(one.moved),
+        ])  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [*lines, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
