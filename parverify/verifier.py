@@ -19,7 +19,8 @@ from torch import Tensor
 from parverify.bab.activation import ActivationSpace, BetaOptions
 from parverify.bab.books import Books, Start
 from parverify.bab.crew import Crew
-from parverify.bab.driver import BatchSize, Search, Space
+from parverify.bab.crews import Crews, Task
+from parverify.bab.driver import BatchSize, Search
 from parverify.bab.input import InputSpace
 from parverify.bab.leaves import LeafDecider
 from parverify.bounds.alpha import AlphaOptions, optimize
@@ -78,7 +79,6 @@ class Verifier:
     ) -> None:
         self._books = books or Books.none(world)
         self._subject, self._query, self._settings = subject, query, settings
-        self._make_crew = make_crew
         self._progress, self._world = progress, world or World()
         self._clock = shared_clock(clock, subject.network.comm)
         self._engine = Engine.make(subject, query, settings, self._clock)
@@ -86,7 +86,8 @@ class Verifier:
         self._budget, self._witnesses = self._engine.budget, self._engine.witnesses
         self._crown: tuple[int, LayerBounds, float] | None = None  # box, CROWN bounds of its layers, seconds they took
         self._state = _State(torch.nonzero(self._problem.box_of >= 0).flatten())
-        self._crew: Crew | None = None
+        self._make_crew = make_crew
+        self._crews: Crews | None = None
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -150,10 +151,10 @@ class Verifier:
             "open_disjuncts": len(self._state.open),
             **self._books.stats(),
         }
-        if self._crew is not None:
+        if self._crews is not None:
             # a clock that ran out did so on one rank; the others are elsewhere
             alone = verdict is Verdict.TIMEOUT
-            reports = [self._crew.record.report(self._world.rank)] if alone else self._crew.reports()
+            reports = [self._crews.report()] if alone else self._crews.reports()
             stats["ranks"] = [report.encode() for report in reports]
         witness = self._state.witness if verdict is Verdict.SAT else None
         return Result(verdict, witness, reason, stats)
@@ -319,18 +320,22 @@ class Verifier:
 
     def _search_inputs(self, *, may_give_up: bool) -> str | None:
         """Input splits; None where they made too little progress and the rest should be tried otherwise."""
-        crew = self._assemble()
-        engine = crew.engine
-        space = InputSpace(engine.problem, self._options("crown"), clock=engine.clock, confirm=engine.confirm)
-        watch = _Watch(engine.clock) if may_give_up else None
-        settings = self._settings.branching
-        batch = crew.batch(settings.batch or 64, engine.budget.batch(settings.batch), fixed=bool(settings.batch))
-        key, roots = self._key("input"), space.roots(self._state.open.cpu())
+        key, parts = self._key("input"), self._state.open
         earlier = self._books.earlier(key)
-        if earlier is not None and sorted(earlier.parts) != sorted(self._state.open.tolist()):
+        if earlier is not None and sorted(earlier.parts) != sorted(parts.tolist()):
             raise ParverifyError("the journal's search began with other disjuncts than were open", "start the run anew")
-        start = Start(key, roots, resumed=earlier is not None)
-        result, parts = self._run_search(space, start, batch, pause=watch)
+
+        def space(engine: Engine) -> InputSpace:
+            return InputSpace(engine.problem, self._options("crown"), clock=engine.clock, confirm=engine.confirm)
+
+        task = Task(
+            len(parts) if earlier is None else earlier.open,
+            space,
+            lambda space: Start(key, space.roots(parts.cpu()), resumed=earlier is not None),
+            lambda crew: self._batch(crew, 64),
+            (lambda engine: _Watch(engine.clock)) if may_give_up else None,
+        )
+        result, parts = self._run_search(task, "input")
         if result.finished or result.witness is not None:
             reason = self._conclude(result)
             if not reason and result.witness is None:
@@ -373,23 +378,27 @@ class Verifier:
                 return ""
         self._progress.log(f"alpha-crown: {len(parts)} disjuncts open")
         beta, settings = self._settings.beta, self._settings.branching
-        crew = self._assemble()
-        engine = crew.engine
-        decider = LeafDecider(engine.problem, engine.network, region, engine.confirm, engine.clock, self._progress)
-        space = ActivationSpace(
-            engine.problem,
-            region,
-            found,
-            BetaOptions(beta.iterations, beta.lr_alpha, beta.lr_beta, settings.candidates),
-            clock=engine.clock,
-            confirm=engine.confirm,
-            decide=decider if self._executor.graph.piecewise_linear else None,
+        exact, kept = self._executor.graph.piecewise_linear, layers_kept(found) if self._books.kept else {}
+
+        def space(engine: Engine) -> ActivationSpace:
+            decider = LeafDecider(engine.problem, engine.network, region, engine.confirm, engine.clock, self._progress)
+            return ActivationSpace(
+                engine.problem,
+                region,
+                found,
+                BetaOptions(beta.iterations, beta.lr_alpha, beta.lr_beta, settings.candidates),
+                clock=engine.clock,
+                confirm=engine.confirm,
+                decide=decider if exact else None,
+            )
+
+        task = Task(
+            len(parts) if earlier is None else earlier.open,
+            space,
+            lambda space: Start(key, space.roots(parts, torch.zeros_like(parts)), kept, resumed=earlier is not None),
+            lambda crew: self._batch(crew, 16, self._problem.rows_per_part),
         )
-        kept = layers_kept(found) if self._books.kept else {}
-        start = Start(key, space.roots(parts, torch.zeros_like(parts)), kept, resumed=earlier is not None)
-        rows = self._problem.rows_per_part
-        batch = crew.batch(settings.batch or 16, engine.budget.batch(settings.batch, rows), fixed=bool(settings.batch))
-        result, _ = self._run_search(space, start, batch)
+        result, _ = self._run_search(task, "activation")
         return self._conclude(result)
 
     def _bound_box(self, boxes: Tensor, parts: Tensor, options: BoundOptions) -> tuple[LayerBounds, Tensor]:
@@ -406,39 +415,36 @@ class Verifier:
                 parts = self._close(found, boxes, parts, options)
         return found, parts
 
-    def _assemble(self) -> Crew:
-        """The groups that search, made at the first search."""
-        if self._crew is None:
-            if self._make_crew is not None:
-                self._crew = self._make_crew(self._engine)
-            else:
-                self._crew = Crew.make(
-                    self._engine, self._subject, self._query, self._settings, self._world, self._books
-                )
-            if self._crew.group.count > 1:
-                self._progress.log(f"{self._crew.group.count} groups of ranks search")
-        return self._crew
+    def _batch(self, crew: Crew, first: int, rows: int = 1) -> BatchSize:
+        """The size of a crew's batches, `first` domains of so many rows to begin with."""
+        wanted = self._settings.branching.batch
+        return crew.batch(wanted or first, crew.engine.budget.batch(wanted, rows), fixed=bool(wanted))
 
-    def _run_search(
-        self, space: Space, start: Start, batch: BatchSize, *, pause: Callable[[Search], bool] | None = None
-    ) -> tuple[Search, Tensor]:
+    def _assemble(self) -> Crews:
+        """The groups that search, made at the first search."""
+        if self._crews is None and self._make_crew is not None:
+            self._crews = Crews(self._make_crew(self._engine))
+        elif self._crews is None:
+            self._crews = Crews.make(self._engine, self._subject, self._query, self._settings, self._books, self._world)
+        return self._crews
+
+    def _run_search(self, task: Task, branching: str) -> tuple[Search, Tensor]:
         """A search whose figures are kept however it ends, and the disjuncts that it leaves in the pool."""
-        crew, state = self._assemble(), Search()
+        state = Search()
+        self._state.stats["branching"] = branching
         try:
-            found, parts = crew.search(space, start, batch=batch, progress=self._progress, pause=pause, state=state)
+            found, parts = self._assemble().search(task, progress=self._progress, state=state)
         finally:
-            self._note(space, state)
-        if crew.group.count > 1:
-            self._note(space, found, others=state)
+            self._note(state)
+        self._note(found.since(state))
         self._state.witness = found.witness
         return found, parts
 
-    def _note(self, space: Space, state: Search, *, others: Search | None = None) -> None:
-        """Add a search's figures, without those that were added already."""
+    def _note(self, state: Search) -> None:
+        """Add a search's figures."""
         stats = self._state.stats
         for key in ("bounded", "closed", "batches", "spilled"):
-            stats[key] = stats.get(key, 0) + getattr(state, key) - (getattr(others, key) if others else 0)
-        stats["branching"] = "input" if isinstance(space, InputSpace) else "activation"
+            stats[key] = stats.get(key, 0) + getattr(state, key)
 
     def _crown_layers(self, boxes: Tensor) -> LayerBounds:
         """CROWN bounds of one box's layers, those of the rung before where they are still there."""

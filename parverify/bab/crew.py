@@ -1,8 +1,9 @@
 """Branch and bound by several groups of ranks: each bounds subproblems of its own and obtains more from the others.
 
-All ranks together bound the roots; then every group takes a share of the network (the whole of it where a group is one
-rank), searches its own pool, and exchanges open domains through `parverify.parallel.exchange`. When all pools are empty
-everywhere, or someone has found a witness, all ranks meet again with one merged result.
+Every group has a share of the network (the whole of it where a group is one rank), searches its own pool, and exchanges
+open domains through `parverify.parallel.exchange`. When all pools are empty everywhere, someone has found a witness, or
+the search is to pause, all ranks meet again with one merged result. How many groups there are when is decided in
+`parverify.bab.crews`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parverify.bab.books import Books, Share, Start, settle
+from parverify.bab.books import Books, Share, Start
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.driver import BatchSize, Search, Space, merged, search
-from parverify.bab.journal import Journal
 from parverify.bab.journaled import Border, Journaled
 from parverify.bab.record import Record
 from parverify.clock import Clock
@@ -43,8 +43,23 @@ WAIT = 0.2  # seconds that an idle group waits before it looks again
 
 
 @dataclass(frozen=True)
+class Found:
+    """What all groups found together in one stretch of a search.
+
+    Args:
+        search: figures and the result.
+        parts: the disjuncts of the domains that are left open.
+        missing: of the volume that was begun with, what is not closed; 0 where no journal is kept.
+    """
+
+    search: Search
+    parts: Tensor
+    missing: Fraction = Fraction(0)
+
+
+@dataclass(frozen=True)
 class Crew:
-    """The groups of a run, and this rank's engine in its own.
+    """Ranks in groups, and this rank's engine in its own.
 
     Args:
         world: all ranks.
@@ -53,7 +68,6 @@ class Crew:
         record: what this rank did.
         leaders: the first ranks of all groups, for the exchange; None where there is one group.
         books: the run's journal.
-        journal: this group's; None where none is kept.
     """
 
     world: World
@@ -62,26 +76,21 @@ class Crew:
     record: Record
     leaders: ProcessGroup | None = None
     books: Books = field(default_factory=Books.none)
-    journal: Journal | None = None
     runs: Iterator[int] = field(default_factory=itertools.count)
 
-    @staticmethod
-    def make(
-        engine: Engine, subject: Subject, query: Query, settings: Settings, world: World, books: Books | None = None
-    ) -> Crew:
-        """Form the groups; all ranks call this.
+    def divided(self, subject: Subject, query: Query, settings: Settings, count: int) -> Crew:
+        """The same ranks in `count` groups; all ranks call this on what is one group.
 
         Args:
-            engine: of all ranks together.
             subject, query, settings: of the run.
-            world: the ranks.
-            books: the run's journal; None for none.
+            count: of groups.
+
+        Raises:
+            ParverifyError: the subject can't be divided anew.
         """
-        books = books or Books.none(world)
-        count = _group_count(engine, settings, world)
-        if count == 1 or subject.compile_for is None:
-            group = Group(0, 1, world.comm)
-            return Crew(world, group, engine, Record(engine.clock), None, books, books.join(group))
+        if subject.compile_for is None:
+            raise ParverifyError("a network without a strategy can't be divided over groups")
+        world, engine = self.world, self.engine
         group = make_group(world, count, settings.device)
         source = from_first(world.comm, lambda: subject.source)
         if source is None:
@@ -93,8 +102,7 @@ class Crew:
 
         leaders = dist.new_group(list(range(0, world.size, group.comm.size)), backend="gloo")
         member = leaders if isinstance(leaders, dist.ProcessGroup) else None
-        own = Engine.make(mine, query, settings, clock)
-        return Crew(world, group, own, Record(clock), member, books, books.join(group))
+        return Crew(world, group, Engine.make(mine, query, settings, clock), self.record, member, self.books)
 
     def reports(self) -> list[RankReport]:
         """Every rank's account; all ranks call this."""
@@ -109,66 +117,81 @@ class Crew:
     def search(
         self,
         space: Space,
-        start: Start,
+        start: Start | None,
         *,
+        pool: Pool,
         batch: BatchSize,
         progress: Progress,
         pause: Callable[[Search], bool] | None = None,
         state: Search,
-    ) -> tuple[Search, Tensor]:
-        """Search from `start` until everything is closed everywhere, a witness is found, or `pause` says stop.
+    ) -> Found:
+        """Search until everything is closed everywhere, a witness is found, or `pause` says stop.
 
         Args:
             space: of this group.
-            start: open domains, the same on all ranks.
+            start: open domains, the same on all ranks; None to go on with what is in the pools.
+            pool: this group's; the same on all its ranks.
             batch: see `batch`.
             progress: told about this group's batches.
-            pause: asked after this group's batches.
-            state: this group's figures, written as it goes.
+            pause: asked after batches of group 0.
+            state: this rank's figures, added to as it goes.
 
         Returns:
-            What all groups found together, and the disjuncts of the domains that are left open.
+            What all groups found together.
 
         Raises:
-            LedgerError: a journal is kept, and what was begun with is not closed although nothing is open.
+            LedgerError: a journal is kept, and its accounts do not add up.
         """
-        engine, alone = self.engine, self.group.count == 1
-        share = None if self.journal is None else Share(self.journal)
-        sharing = None if alone else self._sharing(Border(space, self.journal))
-        pool = Pool(memory=engine.budget.pool, pad=space.pad)
-        try:
-            for domains in self._begin(space, start, share):
-                pool.push(domains)
-            search(
-                space if self.journal is None else Journaled(space, self.journal),
-                start.roots.slice(0, 0),
-                batch=batch,
-                memory=0,
-                clock=engine.clock,
-                progress=progress,
-                pause=pause if self.group.number == 0 else None,
-                pool=pool,
-                state=state,
-                supply=sharing,
-                record=self.record,
-            )
-            if sharing is not None:
-                sharing.finish(pool, state)
-            parts = pool.parts()
-        finally:
-            pool.close()
+        before, alone = replace(state, unresolved=list(state.unresolved)), self.group.count == 1
+        journal = self.books.join(self.group)
+        share = None if journal is None else Share(journal)
+        sharing = None if alone else self._sharing(Border(space, journal))
+        for domains in () if start is None else self._begin(space, start, share):
+            pool.push(domains)
+        search(
+            space if journal is None else Journaled(space, journal),
+            Domains({"part": torch.zeros(0, dtype=torch.long)}),
+            batch=batch,
+            memory=0,
+            clock=self.engine.clock,
+            progress=progress,
+            pause=pause if self.group.number == 0 else None,
+            pool=pool,
+            state=state,
+            supply=sharing,
+            record=self.record,
+        )
+        if sharing is not None:
+            sharing.finish(pool, state)
         missing = Fraction(0) if share is None or state.witness is not None else share.missing()
         gained = 0 if sharing is None else sharing.gained
-        leaders = range(0, self.world.size, self.group.comm.size)
-        mine = (state, parts, gained, missing)
-        found = [mine] if alone else [from_rank(self.world.comm, rank, mine) for rank in leaders]
+        mine = (state.since(before), pool.parts(), gained, missing)
+        found = [mine] if alone else [from_rank(self.world.comm, rank, mine) for rank in self._leading]
         lost = -sum(gained for _, _, gained, _ in found)
         if lost:  # what was given away must have arrived, or nothing can be concluded
             raise ParverifyError(f"{lost} domains were lost between groups of ranks")
-        together = state if alone else merged([one for one, _, _, _ in found])
-        if share is not None and together.finished and not together.unresolved:
-            settle([rest for _, _, _, rest in found])
-        return together, torch.unique(torch.cat([left for _, left, _, _ in found]))
+        together = mine[0] if alone else merged([one for one, _, _, _ in found])
+        parts = torch.unique(torch.cat([left for _, left, _, _ in found]))
+        return Found(together, parts, sum((rest for _, _, _, rest in found), Fraction(0)))
+
+    @property
+    def _leading(self) -> range:
+        """The ranks that lead groups."""
+        return range(0, self.world.size, self.group.comm.size)
+
+    def gather(self, pool: Pool, space: Space) -> None:
+        """Move all open domains to group 0; all ranks call this between searches."""
+        if self.group.count == 1:
+            return
+        border = Border(space, self.books.join(self.group))
+        for leader in self._leading[1:]:
+            mine = self.group.comm.size * self.group.number == leader
+            domains = pool.pop(len(pool)) if mine and len(pool) else None
+            if domains is not None:
+                border.leave(domains)
+            domains = from_rank(self.world.comm, leader, domains)
+            if domains is not None and not self.group.number:
+                pool.push(border.enter(domains))
 
     def _begin(self, space: Space, start: Start, share: Share | None) -> Iterator[Domains]:
         """What this group begins with."""
@@ -243,13 +266,3 @@ class _Sharing:
         if self._exchange is None:
             raise ParverifyError("only the first rank of a group talks to other groups")
         return self._exchange
-
-
-def _group_count(engine: Engine, settings: Settings, world: World) -> int:
-    """As the settings say; else one group a rank where the memory allows the whole network on each."""
-    if world.size == 1:
-        return 1
-    if settings.parallel.groups:
-        return settings.parallel.groups
-    whole = engine.network.graph.constant_bytes()
-    return world.size if settings.memory is None or 2 * whole < settings.memory else 1

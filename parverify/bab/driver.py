@@ -8,7 +8,7 @@ confirmed by replay, and otherwise says why not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -84,6 +84,19 @@ class Search:
     batches: int = 0
     worst: float = -torch.inf
     spilled: int = 0
+
+    def since(self, before: Search) -> Search:
+        """This state with only what was added to its figures since another one."""
+        counts = {key: getattr(self, key) - getattr(before, key) for key in _COUNTS}
+        return replace(self, unresolved=self.unresolved[len(before.unresolved) :], **counts)
+
+    def after(self, before: Search) -> Search:
+        """This state as the end of a search whose first stretch was another one."""
+        counts = {key: getattr(self, key) + getattr(before, key) for key in _COUNTS}
+        return replace(self, unresolved=[*before.unresolved, *self.unresolved], **counts)
+
+
+_COUNTS = ("bounded", "closed", "batches", "spilled")
 
 
 class BatchSize:
@@ -161,7 +174,7 @@ def search(
     pool.push(roots)
     state = Search() if state is None else state
     going: Supply = supply or _own
-    started = clock.now()
+    started, spilled = clock.now(), pool.spilled
     while going(pool, state):
         clock.check("searching")
         if not len(pool):
@@ -190,7 +203,8 @@ def search(
             break
         pool.push(bounded.domains)
         batch.adapt(len(children), clock.now() - began)
-        state.open, state.worst, state.spilled = len(pool), pool.worst, pool.spilled
+        state.open, state.worst = len(pool), pool.worst
+        state.spilled, spilled = state.spilled + pool.spilled - spilled, pool.spilled
         if record is not None:
             record.batch(children, bounded.closed, state.open, state.worst)
         rate = state.bounded / max(clock.now() - started, 1e-9)
@@ -214,7 +228,7 @@ def merged(parts: Sequence[Search]) -> Search:
         unresolved=[reason for part in parts for reason in part.unresolved],
         worst=min(part.worst for part in parts),
     )
-    for key in ("bounded", "closed", "open", "batches", "spilled"):
+    for key in (*_COUNTS, "open"):
         setattr(out, key, sum(getattr(part, key) for part in parts))
     out.finished = out.witness is None and all(part.finished for part in parts)
     return out

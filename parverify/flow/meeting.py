@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from parverify.bab.books import Start
-from parverify.bab.crew import WAIT, Crew
+from parverify.bab.crew import WAIT, Crew, Found
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.driver import BatchSize, Search, Space, merged, search
 from parverify.bab.record import Record
@@ -269,31 +269,27 @@ class FlowCrew(Crew):
     def search(
         self,
         space: Space,
-        start: Start,
+        start: Start | None,
         *,
+        pool: Pool,
         batch: BatchSize,
         progress: Progress,
         pause: Callable[[Search], bool] | None = None,
         state: Search,
-    ) -> tuple[Search, Tensor]:
+    ) -> Found:
         """See `Crew.search`."""
         meeting, job = self.meeting, self.job
-        if meeting is None or job is None:
-            return super().search(space, start, batch=batch, progress=progress, pause=pause, state=state)
+        if meeting is None or job is None or start is None:
+            return super().search(space, start, pool=pool, batch=batch, progress=progress, pause=pause, state=state)
         alone = _Alone(meeting, pause)
-        pool = Pool(memory=self.engine.budget.pool, pad=space.pad)
-        try:
-            search(space, start.roots, batch=batch, memory=0, clock=self.engine.clock, progress=progress,
-                   pause=alone, pool=pool, state=state, record=self.record)  # fmt: skip
-            if not alone.others:
-                return state, pool.parts()
-            meeting.await_turn(job)
-            progress.log(f"{job.entry.name}: all ranks search, {len(pool)} open")
-            part = Part(space, batch, self.engine.clock, record=self.record, pause=pause)
-            shares = meeting.together(job, self.engine, part, pool)
-        finally:
-            pool.close()
-        return self._concluded(state, shares)
+        search(space, start.roots, batch=batch, memory=0, clock=self.engine.clock, progress=progress,
+               pause=alone, pool=pool, state=state, record=self.record)  # fmt: skip
+        if not alone.others:
+            return Found(state, pool.parts())
+        meeting.await_turn(job)
+        progress.log(f"{job.entry.name}: all ranks search, {len(pool)} open")
+        part = Part(space, batch, self.engine.clock, record=self.record, pause=pause)
+        return Found(*self._concluded(state, meeting.together(job, self.engine, part, pool)))
 
     def _concluded(self, state: Search, shares: list[Share]) -> tuple[Search, Tensor]:
         """What all ranks found, added to what was found alone, and the disjuncts that are left open."""
