@@ -150,8 +150,7 @@ def _supplied(version: tuple[int, ...]) -> Iterator[list[str]]:
         vars(helper)["_set_opset_version"] = _keep_opset
         names.append("_set_opset_version")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its imports warn, and it sets filters of its own
+        with warnings.catch_warnings(record=True):  # its imports warn, after setting filters of their own
             yield names
     finally:
         for name in added:
