@@ -1,0 +1,57 @@
+"""How many groups of ranks there are for how many open domains, and that a search survives their forming anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import parverify
+from parverify.bab.crew import Crew
+from parverify.bab.crews import group_count
+from parverify.parallel.world import World
+from tests.bab.searches import OPTIONS, hard
+from tests.distributed.ranks import on_ranks
+
+
+@pytest.mark.parametrize(
+    ("domains", "size", "most", "count"),
+    [(1, 4, 4, 1), (2, 4, 4, 2), (3, 4, 4, 2), (4, 4, 4, 4), (64, 4, 4, 4), (64, 4, 2, 2), (5, 6, 6, 3), (0, 4, 4, 1)],
+)
+def test_as_many_groups_as_domains(domains: int, size: int, most: int, count: int) -> None:
+    assert group_count(domains, size, most) == count
+
+
+def stretches(world: World, kind: str, sat: bool) -> tuple[str, list[tuple[int, int, bool]]]:
+    """The verdict, and of each stretch of the search: groups, bytes moved in this rank's group, whether it began."""
+    module, query = hard(kind, sat=sat)
+    seen: list[tuple[int, int, bool]] = []
+    inner = Crew.search
+
+    def search(self: Crew, space: Any, start: Any, **options: Any) -> Any:
+        meter = self.group.comm.meter
+        before = sum(figures["bytes"] for figures in meter.figures().values())
+        found = inner(self, space, start, **options)
+        moved = sum(figures["bytes"] for figures in meter.figures().values()) - before
+        seen.append((self.group.count, moved, start is not None))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Crew, "search", search)
+        result = parverify.verify(
+            module, query, timeout=60, world=world, parallel__strategy="fold", branching__kind=kind, **OPTIONS
+        )  # fmt: skip
+    return result.verdict.value, seen
+
+
+@pytest.mark.parametrize("kind", ["input", "activation"])
+def test_groups_are_formed_anew_once_there_are_domains_for_all(kind: str) -> None:
+    for verdict, seen in on_ranks(4, stretches, kind, False):
+        assert verdict == "unsat"
+        assert [(count, began) for count, _, began in seen] == [(1, True), (4, False)]
+        assert seen[0][1] > 0 and seen[1][1] == 0  # a group of one moves nothing
+
+
+def test_a_witness_in_any_stretch_is_everybodys() -> None:
+    found = on_ranks(4, stretches, "activation", True)
+    assert {verdict for verdict, _ in found} == {"sat"}
