@@ -178,8 +178,8 @@ class ParallelSettings(_Section):
         interm: bound neurons between the products of a tensor-parallel pair by rows or by intervals; None leaves it to
             the strategy.
         prefetch: bring the next weight while the present one is multiplied; None leaves it to the strategy.
-        groups: groups of ranks that search different subproblems of branch and bound; 0 takes as many as there are
-            ranks where the memory allows the whole network on each, else one.
+        groups: groups of ranks that search different subproblems of branch and bound; 0 follows the number of open
+            ones, up to a group a rank where the memory allows the whole network on each.
     """
 
     nproc: int = _option(1, least=1)
