@@ -1,0 +1,138 @@
+"""Two and four ranks: sharded modules, and auto_LiRPA's own propagation over divided weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parverify.errors import UsageError
+from parverify.lirpa import apply_fsdp, apply_tp, shard
+from parverify.lirpa.compat import Lirpa
+from parverify.parallel.world import World
+from tests.distributed.ranks import on_ranks
+from tests.lirpa.networks import around, bounded, far, network, quiet
+
+METHODS = ("IBP", "CROWN-IBP", "CROWN")
+NAMES = ("mlp", "conv", "residual", "transformer")
+Found = dict[tuple[str, str, bool], tuple[Tensor, Tensor]]
+
+
+def bounds(name: str, module: Any) -> Found:
+    x = around(network(name)[1])
+    C = torch.randn(1, 4, module(x).shape[1], generator=torch.Generator().manual_seed(2))
+    found = {}
+    for method in METHODS:
+        for given in (None, C):
+            low, high = module.compute_bounds(x=(x,), method=method, C=given)
+            found[name, method, given is None] = low.detach(), high.detach()
+    return found
+
+
+def expected(names: tuple[str, ...] = NAMES) -> Found:
+    found: Found = {}
+    for name in names:
+        found |= bounds(name, bounded(name))
+    return found
+
+
+def weights(module: Any) -> int:
+    """Entries of weights that this rank holds."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _applied(world: World, how: Any) -> tuple[Found, dict[str, tuple[int, int]]]:
+    found: Found = {}
+    sizes = {}
+    with quiet():
+        for name in NAMES:
+            module = bounded(name)
+            before = weights(module)
+            assert how(module, world.comm) is module
+            found |= bounds(name, module)
+            sizes[name] = before, weights(module)
+    return found, sizes
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_fsdp_is_bitwise_auto_lirpa(library: Lirpa, size: int) -> None:
+    reference = expected()
+    for found, sizes in on_ranks(size, _applied, apply_fsdp):
+        for key, box in reference.items():
+            assert torch.equal(found[key][0], box[0]) and torch.equal(found[key][1], box[1]), key
+        for name, (before, after) in sizes.items():
+            module, _ = network(name)
+            whole = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() < 2)
+            padding = size * len(list(module.parameters()))
+            assert after <= whole + (before - whole) // size + padding, name
+
+
+def test_tp_agrees(library: Lirpa) -> None:
+    reference = expected()
+    for found, sizes in on_ranks(3, _applied, apply_tp):
+        for key, box in reference.items():
+            assert far(found[key][0], box[0]) < 1e-5 and far(found[key][1], box[1]) < 1e-5, key
+        assert all(after < before for before, after in sizes.values())
+
+
+def _sharded(world: World, strategy: str) -> tuple[Found, list[int], dict[str, Tensor]]:
+    found: Found = {}
+    with quiet():
+        for name in ("mlp", "conv", "residual"):
+            module = shard(bounded(name), strategy, world.comm)
+            found |= bounds(name, module)
+        x = around((2, 6, 6), batch=2, norm=2.0)
+        more = {method: module.compute_bounds(x=(x,), method=method)[0] for method in ("CROWN", "CROWN-Optimized")}
+        module.train()
+        module.compute_bounds(x=(x,), method="CROWN-IBP")[0].sum().backward()
+        more["gradient"] = next(iter(module.parameters())).grad
+        both = shard(apply_fsdp(bounded("mlp"), world.comm), strategy, world.comm)
+        found |= {("both", *key[1:]): box for key, box in bounds("mlp", both).items()}
+        forward = both.compute_bounds(x=(around((3,)),), method="forward")  # stays with auto_LiRPA, on divided weights
+        return found, [weights(both)], {**more, "forward": forward[0]}
+
+
+@pytest.mark.parametrize("strategy", ["fold", "fsdp", "tp"])
+def test_sharded_modules(library: Lirpa, strategy: str) -> None:
+    reference = expected(("mlp", "conv", "residual"))
+    reference |= {("both", *key[1:]): box for key, box in reference.items() if key[0] == "mlp"}
+    alone = shard(bounded("residual"))
+    x = around((2, 6, 6), batch=2, norm=2.0)
+    forward = bounded("mlp").compute_bounds(x=(around((3,)),), method="forward")[0]
+    results = on_ranks(2, _sharded, strategy)
+    for found, _, more in results:
+        for key, box in reference.items():
+            assert far(found[key][0], box[0]) < 1e-5 and far(found[key][1], box[1]) < 1e-5, key
+        for method in ("CROWN", "CROWN-Optimized"):
+            assert far(more[method], alone.compute_bounds(x=(x,), method=method)[0]) < 1e-4
+        assert torch.equal(more["forward"], forward)
+        assert torch.equal(more["gradient"], results[0][2]["gradient"]) and more["gradient"].abs().sum() > 0
+
+
+def _misused(world: World) -> list[str]:
+    found = []
+    with quiet():
+        module = apply_fsdp(bounded("mlp"), world.comm)
+        for call in (lambda: apply_fsdp(module, world.comm), lambda: apply_tp(torch.nn.Linear(1, 1), world.comm)):
+            try:
+                call()
+            except UsageError as error:
+                found.append(str(error))
+    return found
+
+
+def test_misuse(library: Lirpa) -> None:
+    first, second = _misused(World())
+    assert "divided already" in first and "Linear" in second
+
+
+def test_a_leaking_placeholder_is_seen(library: Lirpa) -> None:
+    """What reads a weight without an operator of ours gets no number, rather than a wrong one."""
+    module = apply_fsdp(bounded("mlp"))
+    hollow = [node for node in module._modules.values() if hasattr(node, "hollow")]
+    assert len(hollow) == 4
+    for node in hollow:
+        assert node.forward().isnan().all() and node.forward().untyped_storage().nbytes() <= 8
+        assert node.param.numel() == node.forward().numel()  # one rank holds everything
