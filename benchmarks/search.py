@@ -1,0 +1,99 @@
+"""Branch and bound by several ranks against one: domains a second, and time to the verdict.
+
+    python benchmarks/search.py DIR NAME:MODEL:SPEC ... [--ranks 2] [--pairs 3] [--timeout 100] [--strategy auto]
+
+DIR/NAME/MODEL and DIR/NAME/SPEC are the files. Runs come in turn, one rank and several, each alone on the machine with
+one thread a rank; ratios are medians over the pairs. Domains a second are those of the search alone; the verdict's time
+is that of the whole run behind its start. Exits with status 1 if a verdict differs, if an instance with 20 000 domains or
+more speeds up by less than 0.9 of the ranks, or if the median ratio of times to the verdict is above 0.6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from runs import RunError, execute, head, row
+
+MANY, SPEEDUP, RATIO = 20_000, 0.9, 0.6
+
+
+def run(model: Path, spec: Path, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "run.json"
+        command = [sys.executable, "-m", "parverify", "run", str(model), str(spec), "-q", "--json", str(target)]
+        command += ["--timeout", str(options.timeout), "--nproc", str(ranks), "--strategy", options.strategy]
+        execute(command, timeout=2 * options.timeout + 60)
+        return json.loads(target.read_text())
+
+
+def pace(report: dict[str, Any]) -> float:
+    """Domains bounded a second of the search."""
+    return report["stats"].get("bounded", 0) / max(report["stats"]["phases"].get("search", 0.0), 1e-9)
+
+
+def idle(report: dict[str, Any]) -> float:
+    """Share of the search for which ranks had no domain, on average."""
+    ranks = report["stats"].get("ranks", [])
+    return sum(rank["idle_seconds"] for rank in ranks) / max(len(ranks) * report["stats"]["phases"]["search"], 1e-9)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("instances", nargs="+")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=100.0)
+    parser.add_argument("--strategy", default="auto")
+    options = parser.parse_args()
+    P = options.ranks
+    print(
+        head("instance", "verdict", "domains", "a second", f"P={P}", "speed-up", "seconds", f"P={P}", "ratio", "idle")
+    )
+    problems: list[str] = []
+    ratios: list[float] = []
+    for text in options.instances:
+        name, model, spec = text.split(":")
+        files = options.folder / name / model, options.folder / name / spec
+        try:
+            pairs = [[run(*files, ranks, options) for ranks in (1, P)] for _ in range(options.pairs)]
+        except RunError as error:
+            problems.append(f"{text}: {error}")
+            continue
+        verdicts = {one["verdict"] for pair in pairs for one in pair}
+        speedup = median(pace(many) / pace(one) for one, many in pairs)
+        ratio = median(many["seconds"] / one["seconds"] for one, many in pairs)
+        domains = [int(median(pair[k]["stats"].get("bounded", 0) for pair in pairs)) for k in (0, 1)]
+        print(
+            row(
+                f"{Path(model).stem} {Path(spec).stem}",
+                "/".join(sorted(verdicts)),
+                "/".join(map(str, domains)),
+                *(f"{median(pace(pair[k]) for pair in pairs):.0f}" for k in (0, 1)),
+                f"{speedup:.2f}",
+                *(f"{median(pair[k]['seconds'] for pair in pairs):.1f}" for k in (0, 1)),
+                f"{ratio:.2f}",
+                f"{100 * median(idle(many) for _, many in pairs):.1f} %",
+            ),
+            flush=True,
+        )
+        ratios.append(ratio)
+        if len(verdicts) > 1:
+            problems.append(f"{text}: verdicts {', '.join(sorted(verdicts))}")
+        if domains[0] >= MANY and speedup < SPEEDUP * P:
+            problems.append(f"{text}: {speedup:.2f} times as many domains a second, {SPEEDUP * P:.2f} wanted")
+    if ratios and median(ratios) > RATIO:
+        problems.append(f"the median ratio of times is {median(ratios):.2f}, at most {RATIO} wanted")
+    print("\n" + ("\n".join(f"missed: {problem}" for problem in problems) or "All limits hold."))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
