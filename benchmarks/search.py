@@ -4,8 +4,8 @@
 
 DIR/NAME/MODEL and DIR/NAME/SPEC are the files. Runs come in turn, one rank and several, each alone on the machine with
 one thread a rank; ratios are medians over the pairs. Domains a second are those of the search alone; the verdict's time
-is that of the whole run behind its start. Exits with status 1 if a verdict differs, if an instance with 20 000 domains or
-more speeds up by less than 0.9 of the ranks, or if the median ratio of times to the verdict is above 0.6.
+is that of the whole run behind its start. Exits with status 1 if a verdict differs, if an instance with 20 000 domains
+or more speeds up by less than 0.9 of the ranks, or if the median ratio of times to the verdict is above 0.6.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=100.0)
     parser.add_argument("--strategy", default="auto")
     options = parser.parse_args()
-    P = options.ranks
     print(
         head("instance", "verdict", "domains", "a second", f"P={P}", "speed-up", "seconds", f"P={P}", "ratio", "idle")
     )
@@ -63,13 +62,13 @@ def main() -> int:
         name, model, spec = text.split(":")
         files = options.folder / name / model, options.folder / name / spec
         try:
-            pairs = [[run(*files, ranks, options) for ranks in (1, P)] for _ in range(options.pairs)]
+            pairs = [[run(*files, ranks, options) for ranks in (1, options.ranks)] for _ in range(options.pairs)]
         except RunError as error:
             problems.append(f"{text}: {error}")
             continue
         verdicts = {one["verdict"] for pair in pairs for one in pair}
-        speedup = median(pace(many) / pace(one) for one, many in pairs)
-        ratio = median(many["seconds"] / one["seconds"] for one, many in pairs)
+        speedup = median(pace(other) / pace(one) for one, other in pairs)
+        ratio = median(other["seconds"] / one["seconds"] for one, other in pairs)
         domains = [int(median(pair[k]["stats"].get("bounded", 0) for pair in pairs)) for k in (0, 1)]
         print(
             row(
@@ -80,15 +79,17 @@ def main() -> int:
                 f"{speedup:.2f}",
                 *(f"{median(pair[k]['seconds'] for pair in pairs):.1f}" for k in (0, 1)),
                 f"{ratio:.2f}",
-                f"{100 * median(idle(many) for _, many in pairs):.1f} %",
+                f"{100 * median(idle(other) for _, other in pairs):.1f} %",
             ),
             flush=True,
         )
         ratios.append(ratio)
         if len(verdicts) > 1:
             problems.append(f"{text}: verdicts {', '.join(sorted(verdicts))}")
-        if domains[0] >= MANY and speedup < SPEEDUP * P:
-            problems.append(f"{text}: {speedup:.2f} times as many domains a second, {SPEEDUP * P:.2f} wanted")
+        if domains[0] >= MANY and speedup < SPEEDUP * options.ranks:
+            problems.append(
+                f"{text}: {speedup:.2f} times as many domains a second, {SPEEDUP * options.ranks:.2f} wanted"
+            )
     if ratios and median(ratios) > RATIO:
         problems.append(f"the median ratio of times is {median(ratios):.2f}, at most {RATIO} wanted")
     print("\n" + ("\n".join(f"missed: {problem}" for problem in problems) or "All limits hold."))
