@@ -85,7 +85,8 @@ def forecast(options: dict[str, Any], started: float) -> None:
         "nodes": options["nodes"],
         "forecasts": [asdict(one) for one in found],
     }
-    content["measured"]["batches"].pop("factors")  # they stand in the scenario
+    for key in ("batches", "curve"):  # the times stand in the scenario
+        content["measured"].pop(key)
     if output is not None:
         output.write(to_json(content))
     if target == "-":
@@ -145,7 +146,8 @@ def table(measured: Measured, scenario: Scenario, found: Sequence[Forecast]) -> 
     batches = scenario.batches
     lines = [
         f"measured on {measured.ranks} rank{'s' if measured.ranks > 1 else ''}: {measured.bounded} subproblems, "
-        f"at most {measured.largest} open; a batch takes {batches.base:.3g} s and {batches.each:.3g} s a subproblem",
+        f"at most {measured.largest:.0f} open; "
+        f"a batch takes {batches.base:.3g} s and {batches.each:.3g} s a subproblem",
         f"simulated: a tree of {scenario.tree.nodes} nodes, lighter children {scenario.tree.skew:.0%}; "
         f"{scenario.before:.3g} s before and after the search",
     ]

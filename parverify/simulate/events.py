@@ -36,7 +36,7 @@ class _Rank:
         most: domains that it gives at once.
 
     Attributes:
-        pool: weights of open domains, negative: the heaviest comes first.
+        pool: open domains, see `parverify.simulate.tree`.
         inbox: grants that have arrived and wait for the end of a batch.
         wanted: requests that wait for an answer: rank, place in its order, number.
         order: the other ranks, nearest first.
@@ -86,13 +86,15 @@ class Simulation:
         self._numbers = itertools.count()
         self._left = 0  # open domains anywhere, those in batches and on their way included
         self._bounded = self._batches = self._messages = self._moved = self._largest = 0
+        self._closed = 0
         self._bytes = 0.0
+        self.trace: list[tuple[int, int]] = []  # (closed, open) after each batch
 
     def run(self) -> Forecast:
         """All events up to the verdict."""
         root = self._scenario.tree.root
         first = self._ranks[0]
-        first.pool, self._left = ([-root], 1) if root else ([], 0)
+        first.pool, self._left = ([root], 1) if root else ([], 0)
         for rank in range(1, len(self._ranks)):
             self._look(rank, 0.0)
         self._look(0, 0.0)
@@ -111,8 +113,8 @@ class Simulation:
     def _look(self, rank: int, now: float) -> None:
         """Between two batches: take in what has come, give what is wanted, then begin the next batch, or ask."""
         mine = self._ranks[rank]
-        for weight in mine.inbox:
-            heapq.heappush(mine.pool, weight)
+        for domain in mine.inbox:
+            heapq.heappush(mine.pool, domain)
         mine.inbox.clear()
         wanted, mine.wanted = mine.wanted, []
         for request in wanted:
@@ -133,8 +135,8 @@ class Simulation:
             mine.idle += now - mine.idle_since
             mine.idle_since = None
         count = min(len(mine.pool), max(1, mine.size.size // 2))
-        weights = [-heapq.heappop(mine.pool) for _ in range(count)]
-        children, still = self._splitter.split(weights, mine.size.size)
+        domains = [heapq.heappop(mine.pool) for _ in range(count)]
+        children, still = self._splitter.split(domains, mine.size.size)
         factor = batches.factors[int(self._random.random() * len(batches.factors))]
         seconds = (batches.base + batches.each * children) * factor
         mine.busy += seconds
@@ -143,13 +145,15 @@ class Simulation:
         mine.size.adapt(children, seconds)
         self._left += len(still)
         self._largest = max(self._largest, self._left - count)
-        self._at(now + seconds, 0, rank, (count, *still))
+        self._at(now + seconds, 0, rank, (count, children - len(still), *still))
 
     def _batch_done(self, rank: int, now: float, data: tuple[int, ...]) -> None:
         pool = self._ranks[rank].pool
         self._left -= data[0]
-        for weight in data[1:]:
-            heapq.heappush(pool, -weight)
+        self._closed += data[1]
+        for domain in data[2:]:
+            heapq.heappush(pool, domain)
+        self.trace.append((self._closed, self._left))
         if self._left:
             self._look(rank, now)
 
@@ -209,8 +213,8 @@ class Simulation:
             self._refuse(rank, request, now)
             return now
         worst = [heapq.heappop(mine.pool) for _ in range(2 * share)]
-        for weight in worst[0::2]:
-            heapq.heappush(mine.pool, weight)
+        for domain in worst[0::2]:
+            heapq.heappush(mine.pool, domain)
         mine.most = max(1, int(limit.grant_bytes / max(1.0, limit.domain_bytes)))
         size = share * limit.domain_bytes
         self._moved += share

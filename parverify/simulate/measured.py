@@ -1,15 +1,14 @@
 """From the report of a run to what is simulated: how long its batches took, and a tree that behaves like its own.
 
 A batch takes `base + each * domains` seconds times a factor, fitted to every batch that the run recorded. The tree is
-fitted by simulating the run itself: its size so that as many domains are bounded, its skew so that as many are open at
-once.
+fitted by simulating the run itself: its size so that as many domains are bounded, its skew so that as many are open all
+the time.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,15 +17,17 @@ import numpy as np
 from parverify.budget import BATCH_MOST
 from parverify.errors import UsageError
 from parverify.report.schema import IDLE, RankReport, check
-from parverify.simulate.events import simulate
+from parverify.simulate.events import Simulation
 from parverify.simulate.model import Batches, Machine, Scenario
 from parverify.simulate.tree import Shape
 
 START = {"input": 64, "activation": 16}  # domains of the first batch, as in the verifier
 FACTORS = 512  # kept
-FITTED = 50_000  # nodes of the tree to which the skew is fitted; larger ones are as skewed
-SKEWS = (0.01, 0.5)
-STEPS = 7  # of bisection
+FITTED = 20_000  # nodes of the trees that are tried; larger ones are of the same shape
+SKEWS = (0.02, 0.04, 0.07, 0.1, 0.14, 0.2, 0.25, 0.3, 0.4, 0.5)
+SEEDS, TRIES = 2, 3
+POINTS = 50
+BOUNDED_WEIGHT = 5.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Measured:
 
     Args:
         bounded: domains.
-        largest: most domains that were open at once.
+        curve: domains that were open over the share that was closed, see `curve`.
         ranks: how many searched.
         batches: their times.
         before: seconds of the run outside of the search.
@@ -44,12 +45,17 @@ class Measured:
     """
 
     bounded: int
-    largest: int
+    curve: tuple[float, ...]
     ranks: int
     batches: Batches
     before: float
     domain_bytes: float = 0.0
     decided: bool = True
+
+    @property
+    def largest(self) -> float:
+        """About the most domains that were open at once."""
+        return max(self.curve, default=0.0)
 
 
 def read_measured(content: Mapping[str, Any], name: str) -> Measured:
@@ -80,7 +86,7 @@ def read_measured(content: Mapping[str, Any], name: str) -> Measured:
     decided = run.verdict == "unsat"
     return Measured(
         bounded=sum(rank.bounded for rank in run.ranks) + (0 if decided else left),
-        largest=_largest(searching),
+        curve=curve(_trace(searching)),
         ranks=len(run.ranks),
         batches=batches,
         before=max(0.0, first) + max(0.0, run.seconds - last),
@@ -137,45 +143,70 @@ def _mean_time(ranks: list[RankReport]) -> float:
     return busy / max(1, sum(rank.bounded for rank in ranks))
 
 
-def _largest(ranks: list[RankReport]) -> int:
-    """Most domains that were open on all ranks together."""
-    events = sorted((sample.t, number, sample.open) for number, rank in enumerate(ranks) for sample in rank.samples)
-    now = [0] * len(ranks)
-    found = 1
-    for _, number, count in events:
-        now[number] = count
-        found = max(found, sum(now))
+def _trace(ranks: list[RankReport]) -> list[tuple[int, int]]:
+    """(closed, open) on all ranks together after each sample."""
+    samples = sorted(((sample.t, number, sample) for number, rank in enumerate(ranks) for sample in rank.samples),
+                     key=lambda one: one[:2])  # fmt: skip
+    now = [(0, 0)] * len(ranks)
+    found = []
+    for _, number, sample in samples:
+        now[number] = sample.closed, sample.open
+        found.append((sum(one[0] for one in now), sum(one[1] for one in now)))
     return found
 
 
-def fit(measured: Measured, *, domains: int | None = None, wide: bool = True, seed: int = 0) -> Scenario:
-    """A scenario whose simulation on the measured ranks bounds as many domains, with as many open at once.
+def fit(measured: Measured, *, domains: int | None = None, wide: bool = True) -> Scenario:
+    """A scenario whose simulation on the measured ranks bounds as many domains, with as many open at each time.
 
     Args:
         measured: the run.
-        domains: bounded in all instead of the measured number; the tree keeps its skew.
+        domains: bounded in all instead of the measured number; the tree keeps its shape.
         wide: see `Shape`.
-        seed: of the tree.
     """
     scale = min(1.0, FITTED / measured.bounded)
-    nodes, largest = max(2, round(scale * measured.bounded)), scale * measured.largest
-    machine = Machine(measured.ranks)
+    aim = Aim(max(2, round(scale * measured.bounded)), tuple(scale * count for count in measured.curve))
     size = measured.domain_bytes or Scenario.domain_bytes
+    machine = Machine(measured.ranks)
 
-    def scenario(nodes: int, skew: float) -> Scenario:
-        return Scenario(Shape(nodes, skew, wide, seed), measured.batches, measured.before, size)
+    def scenario(shape: Shape) -> Scenario:
+        return Scenario(shape, measured.batches, measured.before, size)
 
-    low, high = SKEWS
-    for _ in range(STEPS):
-        middle = math.sqrt(low * high)
-        if simulate(scenario(nodes, middle), machine).largest < largest:
-            low = middle
-        else:
-            high = middle
-    skew = math.sqrt(low * high)
-    ratio = 1.0
-    for _ in range(3):  # domains that are bounded in vain, or never on their own, change the count
-        ratio *= nodes / max(1, simulate(scenario(max(2, round(ratio * nodes)), skew), machine).bounded)
+    found: list[tuple[float, float, Shape]] = []
+    for skew, heaviest, seed in itertools.product(SKEWS, (True, False), range(SEEDS)):
+        ratio = 1.0
+        for _ in range(TRIES):  # domains that are bounded in vain, or never on their own, change the count
+            shape = Shape(max(2, round(ratio * aim.bounded)), skew, wide, heaviest, seed)
+            simulation = Simulation(scenario(shape), machine)
+            bounded = simulation.run().bounded
+            found.append((aim.miss(bounded, curve(simulation.trace)), ratio, shape))
+            ratio *= aim.bounded / max(1, bounded)
+    _, ratio, shape = min(found, key=lambda one: one[0])
     wanted = measured.bounded if domains is None else domains
-    found = scenario(max(2, round(ratio * wanted)), skew)
-    return replace(found, tree=replace(found.tree, nodes=found.tree.root))
+    return scenario(replace(shape, nodes=shape.nodes if scale == 1.0 and domains is None else round(ratio * wanted)))
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a simulation should come to.
+
+    Args:
+        bounded: domains.
+        curve: see `curve`.
+    """
+
+    bounded: int
+    curve: tuple[float, ...]
+
+    def miss(self, bounded: int, curve: Sequence[float]) -> float:
+        """How far a simulation is from it; the number of domains counts most, as it is what takes time."""
+        off = float(np.abs(np.array(curve) - np.array(self.curve)).mean()) / max(1.0, *self.curve)
+        return off + BOUNDED_WEIGHT * abs(bounded / self.bounded - 1)
+
+
+def curve(trace: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+    """How many domains were open when certain shares of all had been closed, from (closed, open) in time's order."""
+    closed, count = np.array(trace, dtype=np.float64).reshape(-1, 2).T
+    if not len(closed):
+        return (0.0,) * POINTS
+    shares = (np.arange(POINTS) + 0.5) / POINTS * max(1.0, closed[-1])
+    return tuple(float(value) for value in np.interp(shares, closed, count))
