@@ -53,9 +53,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=100.0)
     parser.add_argument("--strategy", default="auto")
     options = parser.parse_args()
-    print(
-        head("instance", "verdict", "domains", "a second", f"P={P}", "speed-up", "seconds", f"P={P}", "ratio", "idle")
-    )
+    many = f"P={options.ranks}"
+    print(head("instance", "verdict", "domains", "a second", many, "speed-up", "seconds", many, "ratio", "idle"))
     problems: list[str] = []
     ratios: list[float] = []
     for text in options.instances:
