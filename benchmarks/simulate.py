@@ -1,6 +1,6 @@
 """Simulated against measured time of a search on 1, 2 and 4 ranks.
 
-    python benchmarks/simulate.py [--ranks 1,2,4] [--nodes 2000] [--runs 3] [--limit 0.15]
+    python benchmarks/simulate.py [--ranks 1,2,4] [--nodes 4000] [--runs 3] [--limit 0.15]
     python benchmarks/simulate.py --instance MODEL SPEC [--ranks 1,2]
 
 The search is real (`parverify.bab.driver.search`, the exchange, processes), over a lopsided tree whose domains cost 1
@@ -38,8 +38,7 @@ from parverify.parallel.launch import launch
 from parverify.parallel.world import World
 from parverify.progress import NullProgress
 from parverify.results import jsonable
-from parverify.simulate.events import simulate
-from parverify.simulate.measured import fit, read_measured
+from parverify.simulate.measured import fit, forecast, read_measured
 from parverify.simulate.model import Machine
 
 DEEPEST = 8
@@ -169,7 +168,7 @@ def main() -> int:
     """Measure, simulate, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--nodes", type=int, default=2000)
+    parser.add_argument("--nodes", type=int, default=4000)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--limit", type=float, default=0.15)
     parser.add_argument("--instance", nargs=2, metavar=("MODEL", "SPEC"))
@@ -181,12 +180,12 @@ def main() -> int:
 
     runs = {size: sorted((one(size) for _ in range(options.runs)), key=lambda run: run.search) for size in sizes}
     middle = runs[sizes[0]][len(runs[sizes[0]]) // 2]
-    scenario = fit(read_measured(middle.report, "the first run"))
+    scenarios = fit(read_measured(middle.report, "the first run"))
     print("| ranks | measured s (each run) | median s | bounded | simulated s | bounded | idle | difference |")
     print("|---|---|---|---|---|---|---|---|")
     worst = 0.0
     for size in sizes:
-        found = simulate(scenario, Machine(size))
+        found = forecast(scenarios, Machine(size))
         measured = median(run.search for run in runs[size])
         off = found.search / measured - 1
         worst = max(worst, abs(off))

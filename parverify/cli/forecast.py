@@ -49,7 +49,7 @@ def simulate_options(function: Function) -> Function:
     return function
 
 
-def forecast(options: dict[str, Any], started: float) -> None:
+def show_forecast(options: dict[str, Any], started: float) -> None:
     """Measure or read, simulate, and show.
 
     Args:
@@ -75,13 +75,13 @@ def forecast(options: dict[str, Any], started: float) -> None:
             "known; --domains gives another number",
             err=True,
         )
-    scenario = fit(measured, domains=options["domains"])
-    found = forecasts(scenario, options["simulate"], nodes=options["nodes"], latency=options["latency"])
+    scenarios = fit(measured, domains=options["domains"])
+    found = forecasts(scenarios, options["simulate"], nodes=options["nodes"], latency=options["latency"])
     content = {
         "model": options["model"],
         "spec": options["spec"],
         "measured": asdict(measured),
-        "scenario": asdict(scenario),
+        "scenarios": [asdict(scenario) for scenario in scenarios],
         "nodes": options["nodes"],
         "forecasts": [asdict(one) for one in found],
     }
@@ -92,25 +92,31 @@ def forecast(options: dict[str, Any], started: float) -> None:
     if target == "-":
         click.echo(to_json(content), nl=False)
     elif not options["quiet"]:
-        click.echo("\n".join(table(measured, scenario, found)))
+        click.echo("\n".join(table(measured, scenarios, found)))
 
 
-def forecasts(scenario: Scenario, ranks: int, *, nodes: int = 1, latency: float | None = None) -> list[Forecast]:
+def forecasts(
+    scenarios: Sequence[Scenario], ranks: int, *, nodes: int = 1, latency: float | None = None
+) -> list[Forecast]:
     """Forecasts for the powers of two up to `ranks`, and for `ranks`.
 
     Args:
-        scenario: what is simulated.
+        scenarios: what is simulated; the median counts.
         ranks: the most.
         nodes: machines over which the most are spread; fewer ranks fill as many of them as they need.
         latency: seconds of a message between machines.
+
+    Raises:
+        UsageError: there are fewer ranks than machines.
     """
-    from parverify.simulate.events import simulate
+    from parverify.simulate.measured import forecast
     from parverify.simulate.model import Machine
 
     extra = {} if latency is None else {"latency": latency}
+    Machine(ranks, nodes=nodes)  # refuses what does not fit
     each = -(-ranks // nodes)
     sizes = sorted({*(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks), ranks})
-    return [simulate(scenario, Machine(size, nodes=min(size, -(-size // each)), **extra)) for size in sizes]
+    return [forecast(scenarios, Machine(size, nodes=min(size, -(-size // each)), **extra)) for size in sizes]
 
 
 def _read(file: str) -> Measured:
@@ -141,15 +147,15 @@ def _calibrate(options: Mapping[str, Any], settings: Settings, started: float) -
     return read_measured(content, "the measuring run")
 
 
-def table(measured: Measured, scenario: Scenario, found: Sequence[Forecast]) -> list[str]:
+def table(measured: Measured, scenarios: Sequence[Scenario], found: Sequence[Forecast]) -> list[str]:
     """The forecasts as lines."""
-    batches = scenario.batches
+    batches, tree = measured.batches, scenarios[0].tree
     lines = [
         f"measured on {measured.ranks} rank{'s' if measured.ranks > 1 else ''}: {measured.bounded} subproblems, "
         f"at most {measured.largest:.0f} open; "
         f"a batch takes {batches.base:.3g} s and {batches.each:.3g} s a subproblem",
-        f"simulated: a tree of {scenario.tree.nodes} nodes, lighter children {scenario.tree.skew:.0%}; "
-        f"{scenario.before:.3g} s before and after the search",
+        f"simulated: {len(scenarios)} tree{'s' if len(scenarios) > 1 else ''}, the best with {tree.nodes} nodes and "
+        f"lighter children of {tree.skew:.0%}; {measured.before:.3g} s before and after the search",
     ]
     rows = [["ranks", "seconds", "search", "speed-up", "idle", "subproblems", "messages", "moved"]]
     for one in found:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from parverify.cli.bounds import METHODS, prepare
-from parverify.cli.forecast import forecast, simulate_options
+from parverify.cli.forecast import show_forecast, simulate_options
 from parverify.cli.options import settings_options, talk_options, timeout_option
 from parverify.cli.work import Boundary
 from parverify.clock import Clock
@@ -45,7 +45,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     """
     started = ctx.obj.started if ctx.obj is not None else time.monotonic()
     with Boundary(verbose=options["verbose"]) as boundary:
-        (_plan if options["simulate"] is None else forecast)(options, started)
+        (_plan if options["simulate"] is None else show_forecast)(options, started)
     if boundary.outcome is not None:
         click.echo(f"{boundary.outcome.verdict}: {boundary.outcome.reason}", err=True)
         ctx.exit(boundary.outcome.exit_code)

@@ -17,15 +17,17 @@ import numpy as np
 from parverify.budget import BATCH_MOST
 from parverify.errors import UsageError
 from parverify.report.schema import IDLE, RankReport, check
-from parverify.simulate.events import Simulation
-from parverify.simulate.model import Batches, Machine, Scenario
+from parverify.simulate.events import Simulation, simulate
+from parverify.simulate.model import Batches, Forecast, Machine, Scenario
 from parverify.simulate.tree import Shape
 
 START = {"input": 64, "activation": 16}  # domains of the first batch, as in the verifier
 FACTORS = 512  # kept
 FITTED = 20_000  # nodes of the trees that are tried; larger ones are of the same shape
 SKEWS = (0.02, 0.04, 0.07, 0.1, 0.14, 0.2, 0.25, 0.3, 0.4, 0.5)
-SEEDS, TRIES = 2, 3
+SEEDS, TRIES = 3, 3
+MEMBERS = 7  # scenarios that are simulated where they are small
+DOMAINS_IN_ALL = 200_000  # over all of them
 POINTS = 50
 BOUNDED_WEIGHT = 5.0
 
@@ -155,34 +157,46 @@ def _trace(ranks: list[RankReport]) -> list[tuple[int, int]]:
     return found
 
 
-def fit(measured: Measured, *, domains: int | None = None, wide: bool = True) -> Scenario:
-    """A scenario whose simulation on the measured ranks bounds as many domains, with as many open at each time.
+def fit(measured: Measured, *, domains: int | None = None, wide: bool = True) -> list[Scenario]:
+    """Scenarios whose simulation on the measured ranks bounds as many domains, with as many open at each time.
 
     Args:
         measured: the run.
-        domains: bounded in all instead of the measured number; the tree keeps its shape.
+        domains: bounded in all instead of the measured number; the trees keep their shape.
         wide: see `Shape`.
+
+    Returns:
+        The best ones, fewer where the tree is large: where chance matters little, and a simulation takes long.
     """
     scale = min(1.0, FITTED / measured.bounded)
     aim = Aim(max(2, round(scale * measured.bounded)), tuple(scale * count for count in measured.curve))
     size = measured.domain_bytes or Scenario.domain_bytes
     machine = Machine(measured.ranks)
+    wanted = measured.bounded if domains is None else domains
 
     def scenario(shape: Shape) -> Scenario:
         return Scenario(shape, measured.batches, measured.before, size)
 
-    found: list[tuple[float, float, Shape]] = []
+    found: list[tuple[float, Shape]] = []
     for skew, heaviest, seed in itertools.product(SKEWS, (True, False), range(SEEDS)):
-        ratio = 1.0
+        ratio, tries = 1.0, []
         for _ in range(TRIES):  # domains that are bounded in vain, or never on their own, change the count
             shape = Shape(max(2, round(ratio * aim.bounded)), skew, wide, heaviest, seed)
             simulation = Simulation(scenario(shape), machine)
             bounded = simulation.run().bounded
-            found.append((aim.miss(bounded, curve(simulation.trace)), ratio, shape))
+            tries.append((aim.miss(bounded, curve(simulation.trace)), shape))
             ratio *= aim.bounded / max(1, bounded)
-    _, ratio, shape = min(found, key=lambda one: one[0])
-    wanted = measured.bounded if domains is None else domains
-    return scenario(replace(shape, nodes=shape.nodes if scale == 1.0 and domains is None else round(ratio * wanted)))
+        found.append(min(tries, key=lambda one: one[0]))
+    found.sort(key=lambda one: one[0])
+    members = max(1, min(MEMBERS, DOMAINS_IN_ALL // wanted))
+    grown = wanted / aim.bounded
+    return [scenario(replace(shape, nodes=round(grown * shape.nodes))) for _, shape in found[:members]]
+
+
+def forecast(scenarios: Sequence[Scenario], machine: Machine) -> Forecast:
+    """The simulation that takes the median time; of two in the middle the shorter one."""
+    found = sorted((simulate(scenario, machine) for scenario in scenarios), key=lambda one: one.search)
+    return found[(len(found) - 1) // 2]
 
 
 @dataclass(frozen=True)
