@@ -53,4 +53,5 @@ $(VENV)/.package: pyproject.toml | $(BIN)/python
 
 $(VENV)/.development: pyproject.toml | $(BIN)/python
 	$(PIP) -e '.[test,lint]'
+	$(PIP) --no-deps auto-lirpa==0.3  # its own requirements, of 2022, admit no current torch
 	@touch $@ $(VENV)/.package

@@ -29,6 +29,7 @@ THINNED = {
     "distributed/test_verify.py": 4,
     "frontend/test_network.py": 6,
     "graph/test_trace.py": 2,
+    "lirpa/test_golden.py": 8,
     "ops/test_kernel.py": 4,
     "ops/test_activation.py": 8,
 }
