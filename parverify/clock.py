@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from parverify.errors import OutOfTimeError
+from parverify.errors import OutOfTimeError, StoppedError
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,20 @@ class Clock:
         """Raise `OutOfTimeError` naming `phase` once the deadline has passed."""
         if self.elapsed >= self.timeout:
             raise OutOfTimeError(f"out of time while {phase}")
+
+
+@dataclass(frozen=True)
+class StoppableClock(Clock):
+    """A clock at whose checks work that has become useless ends too.
+
+    Args:
+        asks: each says whether it has; may be changed at any time by the thread that checks.
+    """
+
+    asks: list[Callable[[], bool]] = field(default_factory=list)
+
+    def check(self, phase: str) -> None:
+        """Raise `OutOfTimeError` past the deadline, and `StoppedError` where the work has become useless."""
+        super().check(phase)
+        if any(ask() for ask in self.asks):
+            raise StoppedError(f"stopped while {phase}")

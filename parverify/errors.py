@@ -74,6 +74,10 @@ class ResourceError(ParverifyError):
     exit_code = 24
 
 
+class StoppedError(ParverifyError):
+    """Work was given up because another rank has decided the run; never shown to a user."""
+
+
 class OutOfTimeError(ParverifyError):
     """The clock ran out inside a phase; the run ends as `timeout`."""
 

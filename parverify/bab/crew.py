@@ -8,7 +8,9 @@ the search is to pause, all ranks meet again with one merged result. How many gr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -22,10 +24,10 @@ from parverify.bab.domains import Domains, Pool
 from parverify.bab.driver import BatchSize, Search, Space, merged, search
 from parverify.bab.journaled import Border, Journaled
 from parverify.bab.record import Record
-from parverify.clock import Clock
+from parverify.clock import Clock, StoppableClock
 from parverify.config import Settings
 from parverify.engine import Engine, Subject, shared_replay
-from parverify.errors import ParverifyError
+from parverify.errors import ParverifyError, StoppedError
 from parverify.frontend.query import Query
 from parverify.parallel.comm import Comm
 from parverify.parallel.groups import Group, make_group
@@ -96,7 +98,9 @@ class Crew:
         if source is None:
             raise ParverifyError("rank 0 has no original network to replay on")
         network = subject.network.redivided(subject.compile_for, group.comm)
-        clock = shared_clock(Clock(engine.clock.timeout, engine.clock.started), group.comm)
+        clock: Clock = StoppableClock(engine.clock.timeout, engine.clock.started)
+        if group.comm.size > 1:  # its ranks are in collectives together, and can't stop just anywhere
+            clock = shared_clock(clock, group.comm)
         mine = replace(subject, network=network, replay=shared_replay(source, group.comm))
         import torch.distributed as dist
 
@@ -148,19 +152,20 @@ class Crew:
         sharing = None if alone else self._sharing(Border(space, journal))
         for domains in () if start is None else self._begin(space, start, share):
             pool.push(domains)
-        search(
-            space if journal is None else Journaled(space, journal),
-            Domains({"part": torch.zeros(0, dtype=torch.long)}),
-            batch=batch,
-            memory=0,
-            clock=self.engine.clock,
-            progress=progress,
-            pause=pause if self.group.number == 0 else None,
-            pool=pool,
-            state=state,
-            supply=sharing,
-            record=self.record,
-        )
+        with self._stopped_by(sharing):
+            search(
+                space if journal is None else Journaled(space, journal),
+                Domains({"part": torch.zeros(0, dtype=torch.long)}),
+                batch=batch,
+                memory=0,
+                clock=self.engine.clock,
+                progress=progress,
+                pause=pause if self.group.number == 0 else None,
+                pool=pool,
+                state=state,
+                supply=sharing,
+                record=self.record,
+            )
         if sharing is not None:
             sharing.finish(pool, state)
         missing = Fraction(0) if share is None or state.witness is not None else share.missing()
@@ -173,6 +178,24 @@ class Crew:
         together = mine[0] if alone else merged([one for one, _, _, _ in found])
         parts = torch.unique(torch.cat([left for _, left, _, _ in found]))
         return Found(together, parts, sum((rest for _, _, _, rest in found), Fraction(0)))
+
+    @contextlib.contextmanager
+    def _stopped_by(self, sharing: _Sharing | None) -> Iterator[None]:
+        """A batch of this rank is given up in its middle as soon as another group has found a witness.
+
+        Then the domains of that batch are in no pool; they don't matter any more.
+        """
+        clock = self.engine.clock
+        if sharing is None or not isinstance(clock, StoppableClock):
+            yield
+            return
+        clock.asks.append(sharing.decided)
+        try:
+            yield
+        except StoppedError as error:
+            logging.getLogger(__name__).info("another group has found a witness: %s", error.message)
+        finally:
+            clock.asks.remove(sharing.decided)
 
     @property
     def _leading(self) -> range:
@@ -229,6 +252,10 @@ class _Sharing:
             if self._exchange is not None:
                 self._exchange.idle_wait(WAIT)
         return True
+
+    def decided(self) -> bool:
+        """Whether another group has found a witness."""
+        return self._exchange is not None and self._exchange.decided()
 
     def finish(self, pool: Pool, state: Search) -> None:
         """Tell the others how this group's search ended, and wait for theirs to end."""

@@ -173,6 +173,7 @@ def search(
     pool = Pool(memory=memory, pad=space.pad) if pool is None else pool  # type: ignore[arg-type]
     pool.push(roots)
     state = Search() if state is None else state
+    state.finished = False  # whatever an earlier stretch was
     going: Supply = supply or _own
     started, spilled = clock.now(), pool.spilled
     while going(pool, state):

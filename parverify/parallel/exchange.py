@@ -223,6 +223,12 @@ class Exchange:
         with self._news:
             self._post(self._machine.stop(why, payload, time.monotonic()))
 
+    def decided(self) -> bool:
+        """Whether another group has found a witness, so that nothing else matters any more; from any thread."""
+        with self._news:
+            notices = self._machine.notices.values()
+            return any(notice.kind is Kind.STOP and Why(notice.count) is Why.WITNESS for notice in notices)
+
     def close(self, pool: Pool) -> Event:
         """Wait until every group has parted; every leader calls this.
 

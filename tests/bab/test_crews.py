@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 import parverify
+from parverify.bab.activation import ActivationSpace
 from parverify.bab.crew import Crew
 from parverify.bab.crews import group_count
+from parverify.bab.domains import Domains
+from parverify.bab.driver import Bounded
 from parverify.parallel.world import World
+from parverify.verdict import Witness
 from tests.bab.searches import OPTIONS, hard
 from tests.distributed.ranks import on_ranks
 
@@ -55,3 +61,39 @@ def test_groups_are_formed_anew_once_there_are_domains_for_all(kind: str) -> Non
 def test_a_witness_in_any_stretch_is_everybodys() -> None:
     found = on_ranks(4, stretches, "activation", True)
     assert {verdict for verdict, _ in found} == {"sat"}
+
+
+def seconds_after_a_witness(world: World) -> tuple[str, float, float]:
+    """When the last rank finds a witness while the others are in the middle of batches that would take a minute."""
+    module, query = hard("activation")
+    found, batches = [0.0], [0]
+    inner = ActivationSpace.bound
+
+    def bound(self: ActivationSpace, domains: Domains) -> Bounded:
+        batches[0] += 1
+        if self.problem.executor.comm.size > 1 or batches[0] < 3:
+            return inner(self, domains)
+        if world.rank == world.size - 1:
+            time.sleep(1.0)
+            found[0] = time.time()
+            return Bounded(domains, 0, Witness(np.zeros(query.n_in), np.zeros(query.n_out)))
+        for _ in range(1200):
+            self.clock.check("being slow")
+            time.sleep(0.05)
+        return inner(self, domains)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ActivationSpace, "bound", bound)
+        result = parverify.verify(
+            module, query, timeout=100, world=world, branching__kind="activation", **OPTIONS
+        )  # fmt: skip
+    return result.verdict.value, found[0], time.time()
+
+
+def test_a_witness_ends_the_others_in_the_middle_of_their_batches() -> None:
+    ranks = on_ranks(3, seconds_after_a_witness)
+    at = max(found for _, found, _ in ranks)
+    assert at > 0
+    for verdict, _, ended in ranks:
+        assert verdict == "sat"
+        assert ended - at < 1.0
