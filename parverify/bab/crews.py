@@ -23,6 +23,7 @@ from parverify.bab.driver import BatchSize, Search, Space
 from parverify.bab.record import Record
 from parverify.config import Settings
 from parverify.engine import Engine, Subject
+from parverify.errors import ParverifyError
 from parverify.frontend.query import Query
 from parverify.parallel.groups import Group
 from parverify.parallel.shared import from_rank
@@ -118,6 +119,8 @@ class Crews:
             while going:
                 space = task.space(crew.engine)
                 pool, first = self._moved(pool, crew, space), pool is None
+                if not first and not crew.group.number and len(pool) != found.search.open:
+                    raise ParverifyError(f"{found.search.open} domains were open, and {len(pool)} are gathered")
                 enough = _Enough(self._most, None if task.pause is None else task.pause(crew.engine))
                 stretch = crew.search(
                     space,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 import parverify
 from parverify.bab.activation import ActivationSpace
@@ -14,6 +16,7 @@ from parverify.bab.crew import Crew
 from parverify.bab.crews import group_count
 from parverify.bab.domains import Domains
 from parverify.bab.driver import Bounded
+from parverify.frontend.query import Query
 from parverify.parallel.world import World
 from parverify.verdict import Witness
 from tests.bab.searches import OPTIONS, hard
@@ -28,9 +31,11 @@ def test_as_many_groups_as_domains(domains: int, size: int, most: int, count: in
     assert group_count(domains, size, most) == count
 
 
-def stretches(world: World, kind: str, sat: bool) -> tuple[str, list[tuple[int, int, bool]]]:
+def stretches(
+    world: World, kind: str, sat: bool, given: tuple[nn.Module, Query] | None = None
+) -> tuple[str, list[tuple[int, int, bool]]]:
     """The verdict, and of each stretch of the search: groups, bytes moved in this rank's group, whether it began."""
-    module, query = hard(kind, sat=sat)
+    module, query = given or hard(kind, sat=sat)
     seen: list[tuple[int, int, bool]] = []
     inner = Crew.search
 
@@ -97,3 +102,17 @@ def test_a_witness_ends_the_others_in_the_middle_of_their_batches() -> None:
     for verdict, _, ended in ranks:
         assert verdict == "sat"
         assert ended - at < 1.0
+
+
+def two_disjuncts(world: World) -> tuple[str, list[tuple[int, int, bool]]]:
+    """As `stretches`, from two disjuncts over one box."""
+    module, query = hard("activation")
+    (one,) = query.disjuncts
+    twice = replace(query, disjuncts=(one, replace(one, d=one.d - 1e-3)))
+    return stretches(world, "activation", False, (module, twice))
+
+
+def test_several_groups_gather_what_is_open_before_they_are_more() -> None:
+    for verdict, seen in on_ranks(4, two_disjuncts):
+        assert verdict == "unsat"
+        assert [(count, began) for count, _, began in seen] == [(2, True), (4, False)]
