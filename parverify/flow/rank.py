@@ -23,7 +23,7 @@ from parverify.flow.board import Board, OwnCounters, shared_counters
 from parverify.flow.entries import Answer, Batch, Entry, UnderWay
 from parverify.flow.meeting import PACE, Call, FlowCrew, Meeting, Part
 from parverify.flow.recipe import ActivationRecipe
-from parverify.flow.work import Files, Job
+from parverify.flow.work import Files, Job, warm_up
 from parverify.ops.rounding import ULPS, allowance
 from parverify.parallel.comm import Alone
 from parverify.parallel.groups import Group
@@ -75,9 +75,7 @@ def work_on_list(
     Returns:
         `done`, with figures.
     """
-    import parverify.frontend.network
-    import parverify.frontend.vnnlib  # noqa: F401  (slow to import: on nobody's account)
-
+    warm_up()
     entries = from_first(world.comm, lambda: batch.entries)
     with allowance(max(ULPS, settings.bounds.allowance)):  # also for searches that others have begun
         return _Rank(replace(batch, entries=entries), settings, world, progress, say, folder, verbose).run()
