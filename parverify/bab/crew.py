@@ -149,7 +149,7 @@ class Crew:
         before, alone = replace(state, unresolved=list(state.unresolved)), self.group.count == 1
         journal = self.books.join(self.group)
         share = None if journal is None else Share(journal)
-        sharing = None if alone else self._sharing(Border(space, journal))
+        sharing = None if alone else self._sharing(Border(space, journal), batch)
         for domains in () if start is None else self._begin(space, start, share):
             pool.push(domains)
         with self._stopped_by(sharing):
@@ -227,23 +227,32 @@ class Crew:
             share.begin(domains)
             yield space.adopt(domains) if start.resumed else domains
 
-    def _sharing(self, border: Border) -> _Sharing:
+    def _sharing(self, border: Border, batch: BatchSize) -> _Sharing:
         from parverify.parallel.exchange import Exchange
 
         run = next(self.runs)
         exchange = Exchange(self.leaders, run=run, border=border) if self.group.leads else None
-        return _Sharing(exchange, self.group.comm, self.record, border)
+        return _Sharing(exchange, self.group.comm, self.record, border, batch)
 
 
 class _Sharing:
     """Exchanges domains between batches; the leader talks to other groups, the group's other ranks do as it did."""
 
-    def __init__(self, exchange: Exchange | None, comm: Comm, record: Record, border: Border | None = None) -> None:
+    def __init__(
+        self,
+        exchange: Exchange | None,
+        comm: Comm,
+        record: Record,
+        border: Border | None = None,
+        batch: BatchSize | None = None,
+    ) -> None:
         self._exchange, self._comm, self._record, self._border = exchange, comm, record, border
+        self._batch = batch
         self.gained = 0  # domains received less those given away
 
     def __call__(self, pool: Pool, state: Search) -> bool:
-        event: Event = from_first(self._comm, lambda: self._leader().poll(pool))
+        low = 0 if self._batch is None else self._batch.size // 2  # more is asked for while the last batch is bounded
+        event: Event = from_first(self._comm, lambda: self._leader().poll(pool, low=low))
         self._follow(event, pool)
         if event.over:
             return False
