@@ -25,6 +25,11 @@ def restarts_done() -> int:
     return _number("TORCHELASTIC_RESTART_COUNT")
 
 
+def restarts_possible() -> bool:
+    """Whether torchrun would start ranks again, or has."""
+    return _number("TORCHELASTIC_MAX_RESTARTS") > 0
+
+
 def restarts_left() -> int:
     """How often torchrun would start them again if one failed."""
     return max(0, _number("TORCHELASTIC_MAX_RESTARTS") - restarts_done()) if place() is not None else 0

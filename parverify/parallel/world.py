@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from parverify.errors import LostRankError, ParverifyError, UsageError
 from parverify.parallel.comm import FOREVER, Alone, Comm
-from parverify.parallel.place import place
+from parverify.parallel.place import place, restarts_possible
+from parverify.parallel.rounds import fresh_store
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,9 +77,11 @@ def join(
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     rank, size = here.rank, here.size
-    method = "env://" if store is None else f"file://{store}"
+    place_of: dict[str, Any] = {"init_method": "env://" if store is None else f"file://{store}"}
     try:
-        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=FOREVER)
+        if store is None and restarts_possible():
+            place_of = {"store": fresh_store(rank, size)}
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=FOREVER, **place_of)
         mesh = make_mesh(device, domain=domain, stage=stage)
     except (RuntimeError, ValueError) as error:  # the latter where the environment says only a part
         raise LostRankError(f"rank {rank} does not find the other {size - 1}: {error}") from error

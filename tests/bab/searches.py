@@ -74,8 +74,8 @@ def check_volumes(folder: Path, *, boxes: bool) -> Fraction:
     for key, search in restored.searches.items():
         rows = open_domains(restored, key)
         depths = [depth for some in rows for depth in some["depth"].tolist()]
-        assert sum(search.closed) + volume(depths) == len(search.roots)
-        shares.append(sum(search.closed) / len(search.roots))
+        assert sum(search.closed, Fraction(0)) + volume(depths) == len(search.roots)
+        shares.append(sum(search.closed, Fraction(0)) / len(search.roots))
         if boxes and rows:
             low, high = (torch.cat([some[name] for some in rows]) for name in ("low", "high"))
             root = _volumes(search.roots["low"], search.roots["high"])[0]
