@@ -117,7 +117,7 @@ def on_rank(world: World, nodes: int) -> dict[str, Any]:
     size = BatchSize(16, 4096, pace=PACE if several else 1.0)
     search(
         Asleep(), roots, batch=size, memory=0, clock=Clock(), progress=NullProgress(), pool=pool, state=state,
-        supply=Supply(exchange) if several else None, record=record,
+        supply=Supply(exchange, size) if several else None, record=record,
     )  # fmt: skip
     if several:
         exchange.close(pool)

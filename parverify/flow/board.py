@@ -52,7 +52,8 @@ def shared_counters(folder: str) -> Counters:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, False)
     else:
         raise ParverifyError("ranks have no store in common", "start them by --nproc, or by torchrun")
-    return dist.PrefixStore("flow", store)
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # ranks that were restarted count anew
+    return dist.PrefixStore(f"flow-{again}", store)
 
 
 @dataclass(frozen=True)

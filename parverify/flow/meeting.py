@@ -24,9 +24,9 @@ from parverify.bab.domains import Domains, Pool
 from parverify.bab.driver import BatchSize, Search, Space, merged, search
 from parverify.bab.record import Record
 from parverify.cli.work import Boundary
-from parverify.clock import Clock
+from parverify.clock import Clock, StoppableClock
 from parverify.engine import Engine
-from parverify.errors import LostRankError, OutOfTimeError, ParverifyError
+from parverify.errors import LostRankError, OutOfTimeError, ParverifyError, StoppedError
 from parverify.flow.board import Board
 from parverify.flow.entries import Entry
 from parverify.flow.recipe import Recipe, recipe_of
@@ -194,7 +194,9 @@ class Meeting:
             part = make()
             if pool is None:
                 mine = Pool(memory=part.memory, pad=part.space.pad)
-            supply.clock = part.clock
+            supply.clock, supply.batch = part.clock, part.batch
+            if isinstance(part.clock, StoppableClock):
+                part.clock.asks[:] = [exchange.decided]  # a witness elsewhere ends a batch in its middle
             search(part.space, _none(), batch=part.batch, memory=0, clock=part.clock, progress=self._progress,
                    pause=part.pause, pool=mine, state=state, supply=supply, record=part.record)  # fmt: skip
         share = self._end(supply, mine, state, boundary)
@@ -207,7 +209,8 @@ class Meeting:
         if isinstance(error, (LostRankError, KeyboardInterrupt)):
             raise error
         late = isinstance(error, OutOfTimeError)
-        failure = "" if error is None or late or boundary.outcome is None else boundary.outcome.reason
+        fine = error is None or late or isinstance(error, StoppedError) or boundary.outcome is None
+        failure = "" if fine or boundary.outcome is None else boundary.outcome.reason
         if error is not None:
             supply.exchange.stop(Why.PAUSE if late else Why.ERROR)
         elif state.witness is not None:
@@ -228,16 +231,17 @@ class Supply:
 
     Attributes:
         clock: of the instance.
+        batch: of this rank; more is asked for while the last one is bounded.
         gained: domains received less those given away.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange, self.clock, self.gained = exchange, Clock(), 0
+    def __init__(self, exchange: Exchange, batch: BatchSize | None = None) -> None:
+        self.exchange, self.clock, self.batch, self.gained = exchange, Clock(), batch, 0
 
     def __call__(self, pool: Pool, state: Search) -> bool:
         """See `parverify.bab.driver.Supply`."""
         self.clock.check("searching")
-        event = self.exchange.poll(pool)
+        event = self.exchange.poll(pool, low=0 if self.batch is None else self.batch.size // 2)
         self.take(event)
         if event.over:
             return False

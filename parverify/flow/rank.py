@@ -15,7 +15,7 @@ from parverify.bab.driver import BatchSize
 from parverify.bab.record import Record
 from parverify.budget import free_memory
 from parverify.cli.outcome import Outcome
-from parverify.clock import Clock
+from parverify.clock import StoppableClock
 from parverify.config import Settings
 from parverify.engine import Engine
 from parverify.flow.allot import searching_ranks
@@ -180,7 +180,7 @@ class _Rank:
     def join(self, call: Call) -> Part:
         """This rank's part in a search that another one calls for."""
         settings = replace(self.settings, dtype=call.dtype)
-        clock = Clock(call.left, time.monotonic())
+        clock = StoppableClock(call.left, time.monotonic())
         subject, query = self.files.subject(call.entry, settings, clock, self.progress)
         engine = Engine.make(subject, query, settings, clock)
         space = call.recipe.make(engine, self.progress)

@@ -14,7 +14,7 @@ from parverify.bab.crew import Crew
 from parverify.cli.files import check_files
 from parverify.cli.outcome import Outcome
 from parverify.cli.work import Boundary, outcome_of
-from parverify.clock import Clock
+from parverify.clock import Clock, StoppableClock
 from parverify.config import Settings
 from parverify.engine import Engine, Subject
 from parverify.errors import LostRankError
@@ -59,7 +59,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class WorkClock(Clock):
+class WorkClock(StoppableClock):
     """A deadline in seconds of work.
 
     Args:
@@ -128,7 +128,7 @@ class Job:
     ) -> None:
         self.entry, self.settings, self.stopwatch = entry, settings, Stopwatch()
         self._files, self._progress, self._crew, self._verbose = files, progress, crew, verbose
-        self._clock = WorkClock(entry.engine_timeout, time.monotonic(), self.stopwatch)
+        self._clock = WorkClock(entry.engine_timeout, time.monotonic(), stopwatch=self.stopwatch)
         self._stages: Stages | None = None
         self.graph: BoundGraph | None = None
 

@@ -1,11 +1,11 @@
 """The search of many ranks as events in simulated time: batches, requests, refusals, grants, and the end.
 
-The rules are those of `parverify.bab.stealing` and `parverify.parallel.exchange`: a rank without open domains asks the
-others, nearest first; one that had two at least when it last looked keeps the request until its batch is done, then
-gives half of the difference, every second one of the worst; the others refuse at once; after a round of refusals a rank
-waits, ever longer. Batches adapt by `BatchSize` itself. Two simplifications make a thousand ranks cheap: refusals by
-ranks that have nothing are passed over in one step (they are counted, and take their time), and nothing is lost on the
-way. The same scenario gives the same figures, always.
+The rules are those of `parverify.bab.stealing` and `parverify.parallel.exchange`: a rank whose last domains are in a
+batch asks the others, nearest first; one that had more when it last looked keeps the request until its batch is done,
+then gives half of the difference, every second one of the worst; the others refuse at once; after a round of refusals
+a rank waits, ever longer. Batches adapt by `BatchSize` itself. Two simplifications make a thousand ranks cheap:
+refusals by ranks that have nothing are passed over in one step (they are counted, and take their time), and nothing is
+lost on the way. The same scenario gives the same figures, always.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ class _Rank:
     Attributes:
         pool: open domains, see `parverify.simulate.tree`.
         inbox: grants that have arrived and wait for the end of a batch.
-        wanted: requests that wait for an answer: rank, place in its order, number.
+        wanted: requests that wait for an answer: rank, place in its order, number, domains that it has.
         order: the other ranks, nearest first.
         same: how many of them are on this rank's machine; they come first.
         idle_since: None while there is work.
+        open: domains here, those of the batch under way included.
         pause: before the next round of requests.
+        place: in the order, of the rank that is asked next.
         turn: number of the present request.
+        asking: whether there is one, or a next one is due.
     """
 
     size: BatchSize
@@ -56,8 +59,16 @@ class _Rank:
     idle_since: float | None = 0.0
     idle: float = 0.0
     busy: float = 0.0
+    open: int = 0
     pause: float = 0.0
+    place: int = 0
     turn: int = 0
+    asking: bool = False
+
+    @property
+    def hungry(self) -> bool:
+        """Whether more is asked for: what is open fits one batch."""
+        return self.open <= self.size.size // 2
 
 
 class Simulation:
@@ -119,15 +130,14 @@ class Simulation:
         wanted, mine.wanted = mine.wanted, []
         for request in wanted:
             now = self._answer(rank, request, now)
-        self._seen[rank] = len(mine.pool)
+        self._seen[rank] = mine.open = len(mine.pool)
+        if mine.hungry and not mine.asking and len(self._ranks) > 1:
+            mine.asking = True
+            self._next_ask(rank, now, mine.place)
         if mine.pool:
             self._begin(rank, now)
-            return
-        if mine.idle_since is None:
+        elif mine.idle_since is None:
             mine.idle_since = now
-            mine.pause = self._rules.pause
-        if len(self._ranks) > 1:
-            self._next_ask(rank, now, 0)
 
     def _begin(self, rank: int, now: float) -> None:
         mine, batches = self._ranks[rank], self._scenario.batches
@@ -161,10 +171,14 @@ class Simulation:
         """Ask the next rank that had something to give; those before it refuse."""
         place, turn = data
         mine = self._ranks[rank]
-        if mine.idle_since is None or turn != mine.turn:
+        if turn != mine.turn:
+            return
+        mine.place = place
+        if not mine.hungry:
+            mine.asking = False
             return
         order = self._order(rank)
-        rich = self._seen[order[place:]] >= 2
+        rich = self._seen[order[place:]] >= mine.open + 2
         skip = int(rich.argmax())
         if not rich[skip]:
             self._count(2 * (len(order) - place))
@@ -175,7 +189,7 @@ class Simulation:
         else:
             peer = int(order[place])
             self._count(1)
-            self._at(now + self._way(rank, peer), 2, peer, (rank, place, turn))
+            self._at(now + self._way(rank, peer), 2, peer, (rank, place, turn, mine.open))
 
     def _next_ask(self, rank: int, now: float, place: int) -> None:
         """Ask the rank at a place of the order now, or the first one after a pause where all have refused."""
@@ -187,8 +201,8 @@ class Simulation:
         self._at(now, 1, rank, (place, mine.turn))
 
     def _request(self, rank: int, now: float, data: tuple[int, ...]) -> None:
-        peer, place, turn = data
-        if self._seen[rank] >= 2:
+        peer, place, turn, theirs = data
+        if self._seen[rank] >= theirs + 2:
             self._ranks[rank].wanted.append(data)
             # without an answer in time the other goes on, and may still be given something
             self._at(now + self._rules.answer, 1, peer, ((place + 1) % (len(self._ranks) - 1), turn))
@@ -198,7 +212,9 @@ class Simulation:
     def _granted(self, rank: int, now: float, data: tuple[int, ...]) -> None:
         mine = self._ranks[rank]
         mine.inbox += data
+        mine.open += len(data)
         mine.turn += 1
+        mine.asking, mine.place, mine.pause = False, 0, self._rules.pause
         if mine.idle_since is not None:
             self._look(rank, now)
 
@@ -206,9 +222,8 @@ class Simulation:
 
     def _answer(self, rank: int, request: tuple[int, ...], now: float) -> float:
         """Give half of what this rank has more, or refuse; when it is done with that."""
-        mine, limit, peer = self._ranks[rank], self._scenario, request[0]
-        theirs = len(self._ranks[peer].inbox) if self._ranks[peer].idle_since is not None else self._seen[peer]
-        share = min((len(mine.pool) - int(theirs)) // 2, self._rules.most, mine.most)
+        mine, limit, (peer, _, _, theirs) = self._ranks[rank], self._scenario, request
+        share = min((len(mine.pool) - theirs) // 2, self._rules.most, mine.most)
         if share < 1:
             self._refuse(rank, request, now)
             return now
@@ -224,10 +239,9 @@ class Simulation:
         return now
 
     def _refuse(self, rank: int, request: tuple[int, ...], now: float) -> None:
-        peer, place, turn = request
+        peer, place, turn, _ = request
         self._count(1)
-        mine = self._ranks[peer]
-        if mine.idle_since is not None and mine.turn == turn:  # it still waits for this answer
+        if self._ranks[peer].turn == turn:  # it still waits for this answer
             self._next_ask(peer, now + self._way(rank, peer), place + 1)
 
     # --- the way ------------------------------------------------------------------------------------------------------
