@@ -19,7 +19,7 @@ from parverify.errors import ModelError
 from parverify.graph.ir import BoundGraph, Node, on_device
 from parverify.ops.kernel import KERNEL, Box, Consts, inflate
 from parverify.ops.relaxation import Alpha, Relaxations, Relaxed, relax
-from parverify.ops.rounding import VERDICT_ULPS, slack
+from parverify.ops.rounding import VERDICT_ULPS, row_slack, slack
 from parverify.ops.weighted import WEIGHTED, Piece, channel_of, per_channel, piece_of, whole
 from parverify.parallel.collectives import copy
 from parverify.parallel.comm import Alone, Comm, agree
@@ -328,7 +328,8 @@ class Executor:
             The bounds, with an allowance for rounding.
         """
         magnitudes = relaxed.magnitudes if isinstance(relaxed, Relaxations) else {}
-        run = Sweep(self, self.begin(start, rows), region.domains, magnitudes)
+        weighed = verdict or row_slack(self.dtype) > 0
+        run = Sweep(self, self.begin(start, rows), region.domains, magnitudes, weighed=weighed)
         alphas, splits = alphas or {}, splits or {}
         lower, final = None, None
         tapped: dict[str, Tensor] = {}

@@ -84,17 +84,21 @@ class Swept:
 
 
 class Sums:
-    """Constants that rows pick up, and the magnitudes of what was summed up for them, (N,) each."""
+    """Constants that rows pick up, and the magnitudes of what was summed up for them, (N,) each.
 
-    def __init__(self, like: Tensor, rows: int) -> None:
+    Magnitudes are left out where no allowance for rounding is made.
+    """
+
+    def __init__(self, like: Tensor, rows: int, *, weighed: bool) -> None:
         self.constant = like.new_zeros(rows)
         self.mass = like.new_zeros(rows)
+        self._weighed = weighed
 
     def add(self, constant: Tensor | None, mass: Tensor | None = None) -> None:
         """Add a constant with its mass: its own magnitude where it is a single term."""
         if constant is not None:
             self.constant = self.constant + constant
-            mass = constant.detach().abs() if mass is None else mass
+            mass = constant.detach().abs() if mass is None and self._weighed else mass
         if mass is not None:
             self.mass = self.mass + mass
 
@@ -102,15 +106,24 @@ class Sums:
 class Sweep:
     """The state of one sweep: rows waiting on nodes, and the constants picked up so far."""
 
-    def __init__(self, executor: Executor, rows: Rows, domains: int, magnitudes: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        rows: Rows,
+        domains: int,
+        magnitudes: Mapping[str, Tensor],
+        *,
+        weighed: bool = True,
+    ) -> None:
         self._executor = executor
+        self._weighed = weighed
         self._magnitudes = magnitudes
         self._rows: Rows | None = rows  # let go once they are on their way
         self.owner = rows.owner if domains > 1 else None
         self._waiting: dict[str, list[Tensor]] = {}
         like = rows.sign if isinstance(rows, OneHot) else rows.A
-        self.sums = Sums(like, len(rows))
-        self._partial = Sums(like, len(rows))  # of channels that only this rank has
+        self.sums = Sums(like, len(rows), weighed=weighed)
+        self._partial = Sums(like, len(rows), weighed=weighed)  # of channels that only this rank has
         self.picked = isinstance(rows, Picked)
         if isinstance(rows, Dense):
             self.sums.add(rows.constant)
@@ -184,6 +197,8 @@ class Sweep:
 
     def _rounding(self, node: Node, A: Tensor, constant: Tensor | None) -> Tensor | None:
         """What pushing the rows through an affine node adds to their mass."""
+        if not self._weighed:
+            return None
         magnitude = self._magnitudes.get(node.name)
         if magnitude is None and constant is not None:
             magnitude = self._executor.offset(node).abs()[None]
@@ -199,7 +214,7 @@ class Sweep:
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
         parts, constant = relaxed.push(A, self.owner, alpha)
-        mass = relaxed.mass(A.detach(), self.owner, constant.detach())
+        mass = relaxed.mass(A.detach(), self.owner, constant.detach()) if self._weighed else None
         self._sums_of(node.name).add(constant, mass)
         self._put(node, parts)
 
