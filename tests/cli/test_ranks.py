@@ -206,9 +206,9 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def torchrun(arguments: list[str]) -> subprocess.Popen[str]:
+def torchrun(arguments: list[str], *more: str) -> subprocess.Popen[str]:
     """Two ranks under torchrun, as a user starts them."""
-    options = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    options = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", *more]
     return start(arguments, ["-m", "torch.distributed.run", *options])
 
 
@@ -253,6 +253,35 @@ def test_torchrun_bounds(files: Make) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert json.loads(made.json.read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "word"),
+    [
+        ("once on 1 signal SIGKILL", "unsat"),
+        pytest.param("once on 0 signal SIGKILL", "unsat", marks=pytest.mark.slow),
+        pytest.param("unknown", "unknown", marks=pytest.mark.slow),
+    ],
+)
+def test_torchrun_starts_ranks_again_and_there_is_one_answer(files: Make, behaviour: str, word: str) -> None:
+    made = files(behaviour)
+    process = torchrun(
+        made.arguments("--journal", str(made.folder / "journal")), "--max-restarts=2", "--monitor-interval=0.1"
+    )
+    out, err = process.communicate(timeout=120)
+    assert (out, made.results.read_text(), process.returncode) == (f"{word}\n", f"{word}\n", 0), err
+    assert ("was killed" in err) == (word == "unsat")
+
+
+def test_a_lost_rank_is_started_again_where_a_journal_is_kept(files: Make, run: Run) -> None:
+    made = files("once on 1 signal SIGKILL")
+    done = run(made.arguments(*TWO, "--journal", str(made.folder / "journal"), "--restarts", "1"))
+    assert (done.stdout, done.returncode) == ("unsat\n", 0), done.stderr
+    assert "rank 1 was killed by SIGKILL" in done.stderr and "all ranks are started again (1 of 1)" in done.stderr
+    assert json.loads(made.json.read_text())["stats"]["restarts"] == 1
+    done = run(made.arguments(*TWO, "--journal", str(made.folder / "journal")))
+    assert (done.stdout, done.returncode) == ("error\n", 20)
+    assert folders(made) == []
 
 
 def as_rank(made: Files, rank: int, *extra: str, port: str = "9") -> subprocess.Popen[str]:
