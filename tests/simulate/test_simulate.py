@@ -20,6 +20,7 @@ from parverify.simulate.events import Simulation, simulate
 from parverify.simulate.measured import fit, fit_line, forecast, read_measured
 from parverify.simulate.model import Batches, Machine, Scenario
 from parverify.simulate.tree import Shape, Splitter
+from tests.simulate.protocol import Protocol
 
 BATCHES = Batches(base=0.02, each=0.004, start=16)
 
@@ -75,6 +76,21 @@ def test_ranks_ask_in_the_order_of_the_protocol() -> None:
     for rank in range(12):
         assert tuple(simulation._order(rank)) == nearest_first(rank, nodes)
         assert simulation._ranks[rank].same == 3
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (4, 1), (8, 2), (16, 4)])
+@pytest.mark.parametrize("skew", [0.1, 0.4])
+def test_the_protocol_itself_takes_as_long(ranks: int, nodes: int, skew: float) -> None:
+    machine, seeds = Machine(ranks, nodes=nodes), range(4)
+    times, messages = np.zeros((2, len(seeds))), np.zeros((2, len(seeds)))
+    for seed in seeds:
+        case = scenario(6000, skew=skew, seed=seed)
+        protocol, found = Protocol(case, machine), simulate(case, machine)
+        times[:, seed] = protocol.run(), found.search
+        messages[:, seed] = protocol.messages, found.messages
+        assert protocol.bounded >= 6000 * 0.9
+    assert times[1].mean() == pytest.approx(times[0].mean(), rel=0.1)
+    assert 0.3 < messages[1].sum() / messages[0].sum() < 4  # credit, and repeats, are not counted alike
 
 
 def test_a_thousand_ranks_come_to_an_end() -> None:
