@@ -63,7 +63,7 @@ class Divided:
         check_all(self.division.graph, self.division.placements)
         self._ulps = ulps
         self._executors: dict[tuple[torch.dtype, torch.device], Executor] = {}
-        self._budget = from_first(comm, lambda: make_budget(self.graph, memory=None, itemsize=8))
+        self._tiles: dict[torch.dtype, int] = {}
 
     @property
     def graph(self) -> BoundGraph:
@@ -77,11 +77,20 @@ class Divided:
             self._executors[key] = self.division.executor(dtype=dtype, device=device)
         return self._executors[key]
 
+    def _tile(self, executor: Executor) -> int:
+        """Rows pushed at once, the same on all ranks."""
+        if executor.dtype not in self._tiles:
+            wanted, itemsize = executor.placement.tile, executor.dtype.itemsize
+            self._tiles[executor.dtype] = from_first(
+                executor.comm, lambda: make_budget(self.graph, memory=None, itemsize=itemsize).tile(wanted)
+            )
+        return self._tiles[executor.dtype]
+
     def bounds(self, request: Request) -> Found:
         """What a call asks for; every rank calls this with the same request and gets the same."""
         low, _ = request.region.box()
         executor = self.executor(low.dtype, low.device)
-        tile = self._budget.tile(executor.placement.tile)
+        tile = self._tile(executor)
         options = BoundOptions(request.layers, request.alpha, tile=tile, intersect=False)
         with torch.no_grad(), allowance(self._ulps):
             found = bound_layers(executor, request.region, options)

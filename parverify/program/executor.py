@@ -264,10 +264,11 @@ class Executor:
             where nothing is summed up.
         """
         summing = node.op not in ("act", "mul") and (KERNEL[node.op].mixing or bool(node.consts))
+        summing = summing and slack(self.dtype) > 0  # without an allowance for rounding nobody asks for magnitudes
         with torch.no_grad():
             largest = [torch.maximum(low.abs(), high.abs()) for low, high in boxes] if summing else []
         if node.op in WEIGHTED and not self.live:
-            box, magnitude = self._weighted_interval(node, boxes[0], largest[0])
+            box, magnitude = self._weighted_interval(node, boxes[0], largest)
         else:
             consts = self.constants(node)
             box, magnitude = KERNEL[node.op].interval(node, consts, boxes), None
@@ -285,17 +286,18 @@ class Executor:
         # where an input has no finite bound, the node's constants are all there is to go by
         return torch.where(flat.isfinite(), flat, self.offset(node).abs())
 
-    def _weighted_interval(self, node: Node, box: Box, largest: Tensor) -> tuple[Box, Tensor]:
-        """Centre, radius and magnitude in one pass over the weight."""
+    def _weighted_interval(self, node: Node, box: Box, largest: Sequence[Tensor]) -> tuple[Box, Tensor | None]:
+        """Centre, radius and magnitude, where it is asked for, in one pass over the weight."""
         center, radius = inflate(*box)
-        size = largest * (1 + slack(largest.dtype))
-        center, radius, magnitude = self._forward(node, [center, radius, size], [False, True, True])
+        sizes = [size * (1 + slack(size.dtype)) for size in largest]
+        center, radius, *found = self._forward(node, [center, radius, *sizes], [False, True, *[True] * len(sizes)])
+        magnitude = found[0] if found else None
         bias = self.constants(node).get("bias")
         if bias is not None:
             shift = per_channel(node, bias)
             center = center + shift
             radius = radius + slack(center.dtype) * shift.abs()
-            magnitude = magnitude + (1 + slack(center.dtype)) * shift.abs()
+            magnitude = None if magnitude is None else magnitude + (1 + slack(center.dtype)) * shift.abs()
         return (center - radius, center + radius), magnitude
 
     # --- backward --------------------------------------------------------------------------------------------------
