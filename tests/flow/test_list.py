@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -190,3 +192,15 @@ def test_a_rank_that_dies_ends_the_worker(tmp_path: Path) -> None:
     assert outcome.verdict == "error" and "rank 1" in outcome.reason
     assert read_verdict(Path(batch.results, "one.txt")) == "error"  # no file: no answer
     assert not Path(batch.results, "one.txt").exists()
+
+
+@pytest.mark.slow
+def test_the_command_line_brings_a_list_through_two_ranks(tmp_path: Path) -> None:
+    entries = mixed(tmp_path)
+    path = tmp_path / "instances.csv"
+    path.write_text("".join(f"{e.model},{e.spec},60\n" for e in entries))
+    command = [sys.executable, "-m", "parverify", "run", "--list", str(path), "--results-dir", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--nproc", "2"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "error\t3\nsat\t2\nunsat\t3\n"), done.stderr
+    found = [read_verdict(file) for file in sorted((tmp_path / "out").glob("*.txt"))]
+    assert found == [EXPECTED[e.name] for e in entries]
