@@ -40,6 +40,10 @@ class Clock:
         """Seconds until the deadline by `now`; negative once it has passed."""
         return math.inf if math.isinf(self.timeout) else self.timeout - self.now()
 
+    def alone(self) -> Clock:
+        """The same deadline for one rank alone."""
+        return Clock(self.timeout, self.started)
+
     def check(self, phase: str) -> None:
         """Raise `OutOfTimeError` naming `phase` once the deadline has passed."""
         if self.elapsed >= self.timeout:

@@ -49,7 +49,7 @@ class LeafDecider:
         progress: Progress,
     ) -> None:
         self._problem, self._confirm, self._network, self._progress = problem, confirm, network, progress
-        self._clock = Clock(clock.timeout, clock.started)  # one rank alone reads it
+        self._clock = clock.alone()  # one rank alone reads it
         self._region = region
         self._executor: Executor | None = None
         self._ready = False

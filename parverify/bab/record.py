@@ -31,7 +31,7 @@ class Record:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = Clock(clock.timeout, clock.started)
+        self._clock = clock.alone()
         self._samples = Samples()
         self._sizes: list[int] = []
         self._bounded = self._closed = self._received = self._sent = self._bytes = 0

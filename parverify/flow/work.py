@@ -73,6 +73,10 @@ class WorkClock(StoppableClock):
         """Seconds of work so far."""
         return self.stopwatch.seconds
 
+    def alone(self) -> Clock:
+        """Itself: no other rank reads it."""
+        return self
+
 
 class Files:
     """Networks that have been read, the last few of them: instances of a list often share theirs.

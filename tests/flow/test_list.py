@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 import parverify
 from parverify.cli.outcome import Outcome
 from parverify.config import Settings, make_settings
-from parverify.errors import ParverifyError
+from parverify.errors import OutOfTimeError, ParverifyError
 from parverify.flow import meeting as meeting_module
 from parverify.flow import rank as rank_module
 from parverify.flow.entries import Batch, Entry, under_way
 from parverify.flow.rank import work_on_list
+from parverify.flow.work import Stopwatch, WorkClock
 from parverify.parallel.world import World
 from parverify.progress import NullProgress
 from parverify.results import read_verdict
@@ -117,6 +119,21 @@ def test_searches_wait_while_there_is_something_to_bound_unless_too_many_wait(
     monkeypatch.setattr(rank_module, "HELD", 2)
     _, lines = on_list(World(), batch_of(tmp_path, entries), make_settings(FEW))
     assert stages(lines) == ["bounding"] * 2 + ["searching", "bounding"] * 2 + ["searching"] * 2
+
+
+def test_a_clock_of_work_stands_still_while_the_instance_waits() -> None:
+    watch = Stopwatch()
+    clock = WorkClock(0.05, time.monotonic() - 100, stopwatch=watch)
+    clock.check("waiting")
+    assert clock.alone().left == clock.left == 0.05
+    with watch.running():
+        with watch.paused():
+            time.sleep(0.06)
+        clock.check("working")
+        time.sleep(0.06)
+        with pytest.raises(OutOfTimeError):
+            clock.alone().check("working")
+    assert 0.05 < watch.seconds < 0.11
 
 
 # --- searches that all ranks share ------------------------------------------------------------------------------------
