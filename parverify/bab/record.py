@@ -82,9 +82,9 @@ class Record:
 
 
 def _depth(domains: Domains) -> int:
-    """Splits of the deepest domain, where domains are lists of splits; 0 elsewhere."""
-    sign = domains.columns.get("sign")
-    return 0 if sign is None or not len(domains) else int((sign != 0).sum(1).max())
+    """How often the deepest domain was halved."""
+    depth = domains.columns.get("depth")
+    return 0 if depth is None or not len(domains) else int(depth.max())
 
 
 def _memory() -> int:
