@@ -118,7 +118,7 @@ def test_a_witness_is_replayed_by_the_run_that_takes_it_up(
     assert any("its witness is none here" in line for line in lines.lines)
 
 
-@pytest.mark.parametrize("cut", [1, 2000])
+@pytest.mark.parametrize("cut", [1, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_journal_whose_end_is_gone(plain: tuple[str, Result], tmp_path: Path, cut: int) -> None:
     kind, _ = plain
     assert killed_at(BYTES[kind] // 2, tmp_path, lambda: verify(kind, journal=tmp_path))
