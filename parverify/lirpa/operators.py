@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy as copy_of
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,6 +218,19 @@ class Gathering:
             yield filled
 
 
+def _filled(argument: Any, hollow: Tensor, value: Tensor) -> Any:
+    """An argument of an operator with the placeholder replaced; no closure, whose cycle would keep the weight alive."""
+    if isinstance(argument, Tensor):
+        return value if _shares(argument, hollow) else argument
+    if type(argument) is tuple:
+        return tuple(_filled(part, hollow, value) for part in argument)
+    if type(argument).__name__ == "LinearBound":
+        argument = copy_of(argument)
+        for name, part in vars(argument).items():
+            setattr(argument, name, _filled(part, hollow, value))
+    return argument
+
+
 @contextmanager
 def _in_place(
     operator: Any, source: Source, value: Tensor, memory: Tensor
@@ -225,22 +239,12 @@ def _in_place(
     hollow = source.params.hollow
     node = source.node
 
-    def fill(argument: Any) -> Any:
-        if isinstance(argument, Tensor):
-            return value if _shares(argument, hollow) else argument
-        if type(argument) is tuple:
-            return tuple(fill(part) for part in argument)
-        if type(argument).__name__ == "LinearBound":
-            for name, part in vars(argument).items():
-                setattr(argument, name, fill(part))
-        return argument
-
     before = {name: getattr(node, name, None) for name in VALUES}
     held = {name: tensor for name, tensor in before.items() if isinstance(tensor, Tensor) and _shares(tensor, hollow)}
     for name in held:
         setattr(node, name, value)
     try:
-        yield lambda arguments: [fill(argument) for argument in arguments]
+        yield lambda arguments: [_filled(argument, hollow, value) for argument in arguments]
     finally:
         for name, tensor in held.items():
             setattr(node, name, tensor)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from parverify.errors import UsageError
 from parverify.lirpa import apply_fsdp, apply_tp, shard
-from parverify.lirpa.compat import Lirpa
+from parverify.lirpa.compat import Lirpa, lirpa
+from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
 from tests.distributed.ranks import on_ranks
 from tests.lirpa.networks import around, bounded, far, network, quiet
@@ -67,6 +68,33 @@ def test_fsdp_is_bitwise_auto_lirpa(library: Lirpa, size: int) -> None:
             whole = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() < 2)
             padding = size * len(list(module.parameters()))
             assert after <= whole + (before - whole) // size + padding, name
+
+
+def peak(world: World | None) -> tuple[int, int, int]:
+    """Bytes at the peak of CROWN, of the weights at rest, and of the whole of them."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 200), *(torch.nn.Linear(200, 200) for _ in range(3)), torch.nn.Linear(200, 2)]
+    plain = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))[:-1].eval()
+    library = lirpa().module
+    with quiet(), torch.no_grad():
+        module = library.BoundedModule(plain, torch.zeros(1, 64), bound_opts={"conv_mode": "matrix"})
+        whole = sum(parameter.nbytes for parameter in module.parameters())
+        if world is not None:
+            apply_fsdp(module, world.comm)
+        x = library.BoundedTensor(torch.rand(1, 64), library.PerturbationLpNorm(norm=torch.inf, eps=0.01))
+        module.compute_bounds(x=(x,), method="IBP")
+        held = list(module.parameters())
+        with MemoryMeter(held) as meter:
+            module.compute_bounds(x=(x,), method="CROWN")
+    return meter.peak_bytes, sum(tensor.nbytes for tensor in held), whole
+
+
+def test_fsdp_takes_no_more_memory(library: Lirpa) -> None:
+    """A weight is let go as soon as its product is done, so the peak is below that of whole weights."""
+    alone, _, _ = peak(None)
+    for most, resident, whole in on_ranks(2, peak):
+        assert resident <= 0.51 * whole
+        assert most < alone
 
 
 def test_tp_agrees(library: Lirpa) -> None:
