@@ -1,4 +1,4 @@
-"""Time and memory of auto_LiRPA alone, through `shard`, and through `apply_fsdp`, on the same script.
+"""Time and memory of auto_LiRPA alone, through `shard`, `apply_fsdp`, or both, on the same script.
 
     python benchmarks/lirpa.py VNNCOMP [--networks mnist_fc-256x6,oval21-wide] [--methods CROWN,CROWN-Optimized]
         [--modes alone,shard1,shard2,fsdp2] [--repeat 3]
@@ -94,15 +94,13 @@ def one(options: argparse.Namespace) -> None:
     kind, size = options.one.rstrip("0123456789"), int(options.one.lstrip("abcdefghijklmnopqrstuvwxyz") or 1)
 
     def measured(comm: Any) -> dict[str, Any]:
+        from parverify.lirpa import apply_fsdp, shard
+
         module, x = prepare(options.model, options.spec)
-        if kind == "shard":
-            from parverify.lirpa import shard
-
-            module = shard(module, "fold" if size > 1 else "single", comm)
-        elif kind == "fsdp":
-            from parverify.lirpa import apply_fsdp
-
+        if kind in ("fsdp", "both"):
             apply_fsdp(module, comm)
+        if kind in ("shard", "both"):
+            module = shard(module, "fold" if size > 1 else "single", comm)
         with torch.set_grad_enabled(options.method == "CROWN-Optimized"), contextlib.redirect_stdout(io.StringIO()):
             return script(module, x, options.method, options.repeat, options.meter)
 
@@ -139,7 +137,9 @@ def figures(mode: str, model: Path, spec: Path, method: str, options: argparse.N
         RunError: one of them failed.
     """
     home = Path(__file__).resolve()
-    python = sys.executable if mode.startswith("shard") else os.environ.get("AUTO_LIRPA_PYTHON", sys.executable)
+    python = (
+        sys.executable if mode.startswith(("shard", "both")) else os.environ.get("AUTO_LIRPA_PYTHON", sys.executable)
+    )
     path = ":".join(part for part in (str(home.parents[1]), os.environ.get("PYTHONPATH")) if part)
     found: dict[str, Any] = {}
     for meter in (False, True):
