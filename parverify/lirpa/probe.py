@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from parverify.lirpa.compat import lirpa
 
@@ -56,7 +57,12 @@ class _Sum(nn.Module):
 
 def _sees_gradients() -> bool:
     found = lirpa().module
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _watching() as seen:
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        _disable_current_modes(),  # a caller's modes, such as a meter's, are not meant for it
+        _watching() as seen,
+    ):
         warnings.simplefilter("ignore")
         bounded = found.BoundedModule(_Sum().eval(), torch.zeros(1, 2), device="cpu")
         x = found.BoundedTensor(torch.zeros(1, 2), found.PerturbationLpNorm(norm=torch.inf, eps=1.0))
