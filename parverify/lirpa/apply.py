@@ -37,7 +37,7 @@ def apply_fsdp(bounded_module: Any, mesh: Any = None) -> Any:
     Raises:
         UsageError: it is no `BoundedModule`, was divided before, or uses an option that reads weights elsewhere.
     """
-    return _apply(bounded_module, comm_of(mesh), {})
+    return _apply(bounded_module, comm_of(mesh, bounded_module), {})
 
 
 def apply_tp(bounded_module: Any, mesh: Any = None) -> Any:
@@ -45,7 +45,7 @@ def apply_tp(bounded_module: Any, mesh: Any = None) -> Any:
 
     Sums are taken in another order, so bounds agree to a tolerance. Convolutions gather their weights.
     """
-    return _apply(bounded_module, comm_of(mesh), {"BoundLinear": "TPBoundLinear"})
+    return _apply(bounded_module, comm_of(mesh, bounded_module), {"BoundLinear": "TPBoundLinear"})
 
 
 def _apply(bounded: Any, comm: Comm, instead: dict[str, str]) -> Any:

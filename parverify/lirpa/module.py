@@ -23,7 +23,7 @@ from parverify.lirpa.divided import Divided, Found
 from parverify.lirpa.graphs import from_bounded_module
 from parverify.lirpa.probe import alphas_move
 from parverify.lirpa.ranks import comm_of
-from parverify.lirpa.request import Request, UndividedError, method_of, understand
+from parverify.lirpa.request import Request, UndividedError, input_of, method_of, understand
 from parverify.parallel.comm import Comm
 from parverify.strategy.directives import Strategy, load_strategy
 
@@ -70,7 +70,9 @@ def shard(
     base: Any = type(bounded_module)
     sharded: Any = object.__new__(_sharded_class(base))
     object.__setattr__(sharded, "__dict__", bounded_module.__dict__)
-    object.__setattr__(sharded, "_engine", _Engine(bounded_module, chosen, comm_of(mesh), own_relaxations, allowance))
+    object.__setattr__(
+        sharded, "_engine", _Engine(bounded_module, chosen, comm_of(mesh, bounded_module), own_relaxations, allowance)
+    )
     return sharded
 
 
@@ -132,8 +134,8 @@ class _Engine:
         if request.method == "alpha-crown":
             alphas_move()
         del given["self"]
-        if given["x"] is not None:
-            self._set_input(given["x"])
+        given["x"] = (input_of(self.bounded, given["x"]),)  # as it is now, for a backward pass that comes later
+        self._set_input(given["x"])
         found = divided.bounds(request)
         self._leave(divided, request, found)
         if request.method == "alpha-crown" or not torch.is_grad_enabled():
@@ -193,11 +195,10 @@ class _Engine:
 
     # --- what a call leaves behind ---------------------------------------------------------------------------------
 
-    def _set_input(self, x: Any) -> None:
+    def _set_input(self, x: tuple[Tensor, ...]) -> None:
         """Make `x` the module's input, as a call of auto_LiRPA does."""
-        given = tuple(x) if isinstance(x, (tuple, list)) else (x,)
         setter = getattr(self.bounded, "set_input", None) or self.bounded._set_input
-        setter(*given)
+        setter(*x)
 
     def _leave(self, divided: Divided, request: Request, found: Found) -> None:
         """Bounds where auto_LiRPA's users look for them: on its nodes."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from parverify.errors import UsageError
 from parverify.parallel.comm import Alone, Comm
 from parverify.parallel.place import place
 
 
-def comm_of(mesh: Any) -> Comm:
+def comm_of(mesh: Any, bounded: Any) -> Comm:
     """Communication among the ranks that `mesh` stands for.
 
     Args:
         mesh: a `Comm`; a `DeviceMesh`, of which the axis `shard` or the only one is taken; a process group; or None for
             all ranks. Where torchrun started several and nobody has joined them yet, they are joined.
+        bounded: the module, whose device says how.
 
     Raises:
         UsageError: it is something else, or a mesh with several axes and none called `shard`.
@@ -34,7 +37,7 @@ def comm_of(mesh: Any) -> Comm:
                 return Alone()
             from parverify.parallel.world import join
 
-            return join("cpu").comm
+            return join("cpu" if torch.device(getattr(bounded, "device", "cpu")).type == "cpu" else "cuda").comm
         return GroupComm() if dist.get_world_size() > 1 else Alone()
     names = getattr(mesh, "mesh_dim_names", None)
     if hasattr(mesh, "get_group"):

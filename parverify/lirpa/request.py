@@ -128,7 +128,7 @@ def understand(bounded: Any, arguments: Mapping[str, Any], defaults: Mapping[str
         )
     fixed = optimizing.get("fix_interm_bounds", optimizing.get("fix_intermediate_layer_bounds", True))
     everywhere = method == "alpha-crown" and (not fixed or bool(options.get("enable_opt_interm_bounds")))
-    x = _input(bounded, arguments.get("x"))
+    x = input_of(bounded, arguments.get("x"))
     region, differentiable = region_of(x, kind)
     C = arguments.get("C")
     if C is not None and not (isinstance(C, Tensor) and C.dim() == 3):
@@ -202,8 +202,12 @@ def region_of(x: Tensor, kind: Any) -> tuple[Region, tuple[Tensor, ...]]:
     ), differentiable
 
 
-def _input(bounded: Any, x: Any) -> Tensor:
-    """The one input of a call, or of the call before it where none is given."""
+def input_of(bounded: Any, x: Any) -> Tensor:
+    """The one input of a call, or of the call before it where none is given.
+
+    Raises:
+        UndividedError: there are several, or weights are perturbed too.
+    """
     given = x if isinstance(x, (tuple, list)) or x is None else (x,)
     if given is None:
         given = [
