@@ -6,6 +6,8 @@ compared with onnxruntime before anything is concluded from it; a torch module i
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,14 @@ if TYPE_CHECKING:
     from parverify.frontend.network import Network
 
 GAP_POINTS = 32
+
+
+def warm_up() -> None:
+    """Import what reading a network takes: before ranks are forked, each of which would load it anew."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own, about each other
+        for name in ("onnx", "onnx2torch", "onnxruntime", "parverify.frontend.network", "parverify.frontend.vnnlib"):
+            importlib.import_module(name)
 
 
 def load_subject(

@@ -32,7 +32,7 @@ from parverify.config import Settings
 from parverify.engine import Engine, Subject
 from parverify.errors import OutOfTimeError, ParverifyError
 from parverify.frontend.query import Query
-from parverify.parallel.shared import shared_clock
+from parverify.parallel.shared import from_rank, shared_clock
 from parverify.parallel.world import World
 from parverify.progress import Progress
 from parverify.verdict import Result, Verdict, Witness
@@ -147,7 +147,7 @@ class Verifier:
         stats = {
             **self._state.stats,
             "phases": {k: round(v, 4) for k, v in self._state.seconds.items()},
-            "replays": self._witnesses.replays,
+            "replays": self._witnesses.replays if self._crews is None else self._crews.replays,
             "open_disjuncts": len(self._state.open),
             **self._books.stats(),
         }
@@ -199,22 +199,26 @@ class Verifier:
 
     def _quick_attack(self) -> bool:
         attack = self._settings.attack
-        self._state.witness = self._witnesses.pgd(
-            restarts=min(8, attack.restarts),
-            steps=min(30, attack.steps),
-            seconds=self._share(min(2.0, attack.seconds), 0.05),
+        return self._attack(
+            min(8, attack.restarts), min(30, attack.steps), self._share(min(2.0, attack.seconds), 0.05), None
         )
-        return self._state.witness is not None
 
     def _long_attack(self) -> bool:
         attack = self._settings.attack
-        self._state.witness = self._witnesses.pgd(
-            restarts=attack.restarts,
-            steps=attack.steps,
-            seconds=self._share(attack.seconds, 0.1),
-            disjuncts=self._state.open.tolist(),
+        return self._attack(attack.restarts, attack.steps, self._share(attack.seconds, 0.1), self._state.open.tolist())
+
+    def _attack(self, restarts: int, steps: int, seconds: float, disjuncts: list[int] | None) -> bool:
+        """Look for a witness, each rank at places of its own where it can hold the whole network."""
+        crew = self._assemble().apart(self._progress)
+        count = crew.group.count
+        found = crew.engine.witnesses.pgd(
+            restarts=-(-restarts // count), steps=steps, seconds=seconds, disjuncts=disjuncts
         )
-        return self._state.witness is not None
+        if count > 1:
+            everyone = [from_rank(self._world.comm, rank, found) for rank in range(count)]
+            found = next((one for one in everyone if one is not None), None)
+        self._state.witness = found
+        return found is not None
 
     # --- bounds of the whole boxes ------------------------------------------------------------------------------------
 

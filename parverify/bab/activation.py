@@ -32,6 +32,7 @@ from parverify.verdict import Witness
 Confirm = Callable[[Tensor, Tensor], "Witness | None"]
 Decide = Callable[["ActivationSpace", Domains, Mapping[str, Box]], "tuple[bool, Witness | None, str]"]
 
+FEW = 32  # domains up to which a batch is filled by several splits at once: more would often be closed by the first
 SPLIT_COLUMNS = ("node", "index", "sign", "point", "beta")
 
 
@@ -235,7 +236,7 @@ class ActivationSpace:
     def split(self, domains: Domains, children: int) -> tuple[Domains, Domains]:
         """Split every domain on its most promising neuron, or on several where there are few domains."""
         depth = 1
-        while len(domains) * 2 ** (depth + 1) <= children and depth < 8:
+        while len(domains) * 2 ** (depth + 1) <= min(children, FEW):
             depth += 1
         choice = Choice(**of_each(self.problem.executor, domains, lambda some: self._choose(some, depth)))
         stuck = choice.count == 0

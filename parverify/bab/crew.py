@@ -106,7 +106,8 @@ class Crew:
 
         leaders = dist.new_group(list(range(0, world.size, group.comm.size)), backend="gloo")
         member = leaders if isinstance(leaders, dist.ProcessGroup) else None
-        return Crew(world, group, Engine.make(mine, query, settings, clock), self.record, member, self.books)
+        apart = replace(settings, seed=settings.seed + group.number)  # groups look for witnesses at other places
+        return Crew(world, group, Engine.make(mine, query, apart, clock), self.record, member, self.books)
 
     def reports(self) -> list[RankReport]:
         """Every rank's account; all ranks call this."""

@@ -21,12 +21,13 @@ from parverify.bab.crew import Crew, Found
 from parverify.bab.domains import Pool
 from parverify.bab.driver import BatchSize, Search, Space
 from parverify.bab.record import Record
+from parverify.budget import free_memory
 from parverify.config import Settings
 from parverify.engine import Engine, Subject
 from parverify.errors import ParverifyError
 from parverify.frontend.query import Query
 from parverify.parallel.groups import Group
-from parverify.parallel.shared import from_rank
+from parverify.parallel.shared import from_first, from_rank
 from parverify.parallel.world import World
 from parverify.progress import Progress
 from parverify.report.schema import RankReport
@@ -86,10 +87,19 @@ class Crews:
         """
         alone = Crew(world, Group(0, 1, world.comm), engine, Record(engine.clock), books=books)
         fixed = settings.parallel.groups > 0
-        most = settings.parallel.groups if fixed else most_groups(engine, settings.memory, world.size)
+        most = settings.parallel.groups if fixed else most_groups(engine, settings, world)
         if world.size == 1 or subject.compile_for is None:
             return Crews(alone)
         return Crews(alone, most, fixed=fixed, divide=lambda count: alone.divided(subject, query, settings, count))
+
+    def apart(self, progress: Progress) -> Crew:
+        """Every rank a group of its own where that is allowed, else all ranks as one group."""
+        return self._of(self._size if self._most == self._size else 1, progress)
+
+    @property
+    def replays(self) -> int:
+        """How often this rank has asked for a replay on the original network."""
+        return sum(crew.engine.witnesses.replays for crew in self._made.values())
 
     def reports(self) -> list[RankReport]:
         """Every rank's account; all ranks call this."""
@@ -156,8 +166,7 @@ class Crews:
         """The crew of so many groups."""
         if count not in self._made and self._divide is not None:
             self._made[count] = self._divide(count)
-        if count > 1:
-            progress.log(f"{count} groups of ranks search")
+            progress.log(f"{count} groups of ranks are formed")
         return self._made[count]
 
     @staticmethod
@@ -187,10 +196,18 @@ class _Enough:
         return self.reached
 
 
-def most_groups(engine: Engine, memory: int | None, size: int) -> int:
-    """The most equal groups of `size` ranks whose share of the weights leaves half of the memory for all else."""
-    if memory is None:
-        return size
-    whole = engine.network.graph.constant_bytes()
-    fits = [count for count in range(1, size + 1) if size % count == 0 and 2 * whole * count <= memory * size]
+def most_groups(engine: Engine, settings: Settings, world: World) -> int:
+    """The most equal groups whose weights leave half of each rank's memory, or of this machine's, for all else.
+
+    All ranks call this; the machine is that of rank 0.
+    """
+    whole, size = engine.network.graph.constant_bytes(), world.size
+    counts = [count for count in range(1, size + 1) if size % count == 0]
+    if settings.memory is not None:
+        fits = [count for count in counts if 2 * whole * count <= settings.memory * size]
+    elif settings.device == "cpu":
+        free = from_first(world.comm, free_memory)
+        fits = [count for count in counts if 4 * whole * count <= free]
+    else:
+        fits = counts
     return max(fits, default=1)

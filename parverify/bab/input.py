@@ -24,6 +24,7 @@ from parverify.verdict import Witness
 
 Confirm = Callable[[Tensor, Tensor], "Witness | None"]
 
+FEW = 64  # boxes up to which a batch is filled by halving several times: more would often be closed halved once
 INHERIT_LIMIT = 20_000  # pre-activations per domain up to which boxes are inherited
 
 
@@ -79,7 +80,7 @@ class InputSpace:
         if not len(domains):
             return domains, rest
         depth = 1
-        while len(domains) * 2 ** (depth + 1) <= children and depth < 10:
+        while len(domains) * 2 ** (depth + 1) <= min(children, FEW):
             depth += 1
         for _ in range(depth):
             domains = self._halve(domains)

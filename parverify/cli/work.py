@@ -130,11 +130,9 @@ def _launch(request: Request) -> Outcome:
     device = request.settings.device
     if device == "cpu":
         import parverify.api  # noqa: F401  (ranks are forked from here: loaded once for all)
+        from parverify.loading import warm_up
 
-        if request.batch is not None:
-            from parverify.flow.work import warm_up
-
-            warm_up()
+        warm_up()
     from parverify.parallel.launch import Retry, launch
 
     def say(line: str) -> None:

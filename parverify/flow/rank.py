@@ -23,7 +23,8 @@ from parverify.flow.board import Board, OwnCounters, shared_counters
 from parverify.flow.entries import Answer, Batch, Entry, UnderWay
 from parverify.flow.meeting import PACE, Call, FlowCrew, Meeting, Part
 from parverify.flow.recipe import ActivationRecipe
-from parverify.flow.work import Files, Job, warm_up
+from parverify.flow.work import Files, Job
+from parverify.loading import warm_up
 from parverify.ops.rounding import ULPS, allowance
 from parverify.parallel.comm import Alone
 from parverify.parallel.groups import Group

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -98,14 +96,6 @@ class Files:
         while len(self._loaded) > self._most:
             self._loaded.popitem(last=False)
         return file_subject(self._loaded[entry.model], entry.spec, clock, progress, settings)
-
-
-def warm_up() -> None:
-    """Import what reading a network needs, so that it is on no instance's account."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the libraries' own, about each other
-        for name in ("onnx", "onnx2torch", "onnxruntime", "parverify.frontend.network", "parverify.frontend.vnnlib"):
-            importlib.import_module(name)
 
 
 CrewOf = Callable[["Job", Engine], Crew]
