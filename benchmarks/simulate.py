@@ -41,7 +41,7 @@ from parverify.results import jsonable
 from parverify.simulate.measured import fit, forecast, read_measured
 from parverify.simulate.model import Machine
 
-DEEPEST = 8
+FEW = 64
 
 
 def domains(keys: Sequence[int], weights: Sequence[int]) -> Domains:
@@ -62,7 +62,7 @@ class Asleep:
     def split(self, parents: Domains, children: int) -> tuple[Domains, Domains]:
         """Children over as many levels as fill the batch, those that are closed on the way included."""
         depth = 1
-        while len(parents) << (depth + 1) <= children and depth < DEEPEST:
+        while len(parents) << (depth + 1) <= min(children, FEW):
             depth += 1
         pairs = list(zip(parents["key"].tolist(), parents["weight"].tolist(), strict=True))
         for _ in range(depth):

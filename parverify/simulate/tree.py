@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-DEEPEST = 8  # levels of one split
+FEW = 64  # domains up to which a batch is filled by splitting several levels at once, as a search does
 _BITS = 44  # of a weight
 _MASK = (1 << _BITS) - 1
 
@@ -65,7 +65,7 @@ class Splitter:
             How many children are bounded, and those that stay open.
         """
         depth = 1
-        while self.shape.wide and len(domains) << (depth + 1) <= room and depth < DEEPEST:
+        while self.shape.wide and len(domains) << (depth + 1) <= min(room, FEW):
             depth += 1
         count = len(domains) << depth
         weights = [domain & _MASK for domain in domains]
