@@ -7,6 +7,7 @@ set aside; a witness becomes `sat` only through `WitnessSearch.confirm`.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from parverify.bab.leaves import LeafDecider
 from parverify.bounds.alpha import AlphaOptions, optimize
 from parverify.bounds.kept import layers_again, layers_kept
 from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers, worth_rows
-from parverify.bounds.region import select
+from parverify.bounds.region import Region, select
 from parverify.clock import Clock
 from parverify.config import Settings
 from parverify.engine import Engine, Subject
@@ -34,6 +35,7 @@ from parverify.errors import OutOfTimeError, ParverifyError
 from parverify.frontend.query import Query
 from parverify.parallel.shared import from_rank, shared_clock
 from parverify.parallel.world import World
+from parverify.program.rows import Rows
 from parverify.progress import Progress
 from parverify.verdict import Result, Verdict, Witness
 
@@ -259,26 +261,16 @@ class Verifier:
         for some in torch.arange(len(parts), device=parts.device).split(self._options("crown").tile):
             part = parts[some]
             rows = self._problem.rows(part, owner[some])
-            start = self._executor.graph.output
-            swept = self._executor.sweep(start, rows, found.relaxed, region, verdict=True)
-            lower = swept.lower
+            lower, A = self._executor.spread(rows, functools.partial(self._swept, found=found, region=region))
             if alpha is not None:
-                lower = optimize(
-                    self._executor,
-                    start,
-                    rows,
-                    found.relaxed,
-                    region,
-                    options=alpha.alpha,
-                    clock=self._clock,
-                    verdict=True,
-                )
+                more = functools.partial(self._optimized, found=found, region=region, options=alpha.alpha)
+                lower, _ = self._executor.spread(rows, more)
             lower = lower.reshape(len(part), -1)
             still = ~self._problem.closed(lower, part)
             kept.append(part[still])
             if self._settings.attack.enabled and bool(still.any()):
                 width = self._problem.rows_per_part
-                points = region.minimizer(swept.A, rows.owner if region.domains > 1 else None)
+                points = region.minimizer(A, rows.owner if region.domains > 1 else None)
                 every = still.repeat_interleave(width)
                 self._state.witness = self._engine.confirm(
                     points[every].cpu(), part.repeat_interleave(width)[every].cpu()
@@ -286,6 +278,29 @@ class Verifier:
                 if self._state.witness is not None:
                     return torch.cat(kept)
         return torch.cat(kept)
+
+    def _swept(self, rows: Rows, found: LayerBounds, region: Region) -> tuple[Tensor, Tensor]:
+        """Bounds of rows on the output, and the rows on the input."""
+        swept = self._executor.sweep(self._executor.graph.output, rows, found.relaxed, region, verdict=True)
+        return swept.lower, swept.A
+
+    def _optimized(
+        self, rows: Rows, found: LayerBounds, region: Region, options: AlphaOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Bounds of rows on the output with alphas of their own, and nothing."""
+        executor = self._executor
+        lower = optimize(
+            executor,
+            executor.graph.output,
+            rows,
+            found.relaxed,
+            region,
+            options=options,
+            clock=self._clock,
+            replicated=not executor.splits_rows,
+            verdict=True,
+        )
+        return lower, lower.new_empty(len(lower), 0)
 
     def _close_by_interval(self, found: LayerBounds, boxes: Tensor, parts: Tensor) -> Tensor:
         low, high = (part.flatten(1) for part in found.intervals[self._executor.graph.output])

@@ -20,6 +20,7 @@ from parverify.bounds.layers import BoundOptions, bound_layers
 from parverify.bounds.region import BoxRegion
 from parverify.clock import Clock
 from parverify.ops.kernel import Box
+from parverify.program.rows import Rows
 from parverify.verdict import Witness
 
 Confirm = Callable[[Tensor, Tensor], "Witness | None"]
@@ -119,12 +120,17 @@ class InputSpace:
         with torch.no_grad():
             found = bound_layers(executor, region, self.options, known=known, clock=self.clock)
             rows = problem.rows(part)
-            swept = executor.sweep(self.graph.output, rows, found.relaxed, region, verdict=True)
-        executor.agree({"bounds of a batch": swept.lower, "rows on the input": swept.A})
+
+            def sweep(some: Rows) -> tuple[Tensor, Tensor]:
+                swept = executor.sweep(self.graph.output, some, found.relaxed, region, verdict=True)
+                return swept.lower, swept.A
+
+            lower, A = executor.spread(rows, sweep)
+        executor.agree({"bounds of a batch": lower, "rows on the input": A})
         width = problem.rows_per_part
-        lower = swept.lower.reshape(len(domains), width)
+        lower = lower.reshape(len(domains), width)
         closed = problem.closed(lower, part)
-        A = swept.A.reshape(len(domains), width, -1)
+        A = A.reshape(len(domains), width, -1)
         best = nearest_row(lower - problem.need[part], (A.abs() * (region.upper - region.lower)[:, None]).sum(2))
         excess, points = problem.excess(lower, part), None
         if width > 1:

@@ -23,7 +23,7 @@ from parverify.ops.rounding import VERDICT_ULPS, row_slack, slack
 from parverify.ops.weighted import WEIGHTED, Piece, channel_of, per_channel, piece_of, whole
 from parverify.parallel.collectives import copy
 from parverify.parallel.comm import Alone, Comm, agree
-from parverify.program.rows import OneHot, Picked, Rows
+from parverify.program.rows import OneHot, Picked, Rows, Tiled
 from parverify.program.steps import (
     Affine,
     Concretize,
@@ -163,6 +163,21 @@ class Executor:
         self.comm.all_gather(out, mine).wait()
         return out.reshape(ranks, *mine.shape).transpose(0, 1).flatten(0, 2)[:count]
 
+    def spread(self, rows: Tiled, work: Callable[[Rows], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What `work` makes of rows, (n,) and (n, w) for n of them: each on one rank where the placement deals rows.
+
+        So it is the same on all ranks even where each of them would sum up in an order of its own.
+        """
+        if not self.splits_rows:
+            return work(rows)
+
+        def bound(part: slice) -> Tensor:
+            first, second = work(rows.take(part))
+            return torch.cat([first[:, None], second], 1)
+
+        both = self.deal(len(rows), 0, bound)
+        return both[:, 0], both[:, 1:]
+
     def _rounds(self, rounds: int) -> list[tuple[int, int]]:
         """The rounds to go through, and how often each counts: a dry run needs those that are alike only once.
 
@@ -252,7 +267,7 @@ class Executor:
 
     def _forward(self, node: Node, xs: Sequence[Tensor], absolute: Sequence[bool] | None = None) -> list[Tensor]:
         lowering = self.placement.lowerings[node.name]
-        return list(Map.apply(self.weights, node, (lowering.forward, lowering.back), absolute, *xs))  # type: ignore[no-untyped-call]
+        return list(Map.apply(self.weights, node, (lowering.forward, lowering.back, True), absolute, *xs))  # type: ignore[no-untyped-call]
 
     def interval(self, node: Node, boxes: Sequence[Box]) -> tuple[Box, Tensor | None]:
         """The box of a node's value from its inputs' boxes, (D, *shape), and the node's magnitudes.

@@ -180,7 +180,7 @@ class Sweep:
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
         if step.inner and not executor.live:
-            parts = list(Map.apply(executor.weights, node, (step.inner, step.adjoint), None, A))
+            parts = list(Map.apply(executor.weights, node, (step.inner, step.adjoint, False), None, A))
             constant = self._bias(node, consts, A)
         else:
             parts, constant = rule.backward(node, consts, A)

@@ -249,6 +249,13 @@ class Weights:
                 self.load(step)
         return [result.tensor for result in results]
 
+    def from_first(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Rank 0's values, on every rank."""
+        found = [value.contiguous() for value in values]
+        for value in found:
+            self._comm.broadcast(value, 0).wait()
+        return found
+
     def pick(self, node: Node, steps: Sequence[Inner], index: Tensor, sign: Tensor) -> Tensor:
         """Rows on the node's input from one-hot rows `sign * value.flatten()[index]`, (N,) each."""
         multiplied = [step for step in steps if isinstance(step, Product)]
@@ -364,15 +371,22 @@ class _Result:
 
 
 class Map(torch.autograd.Function):
-    """The inner steps of a product as a differentiable function of rows or values."""
+    """The inner steps of a product as a differentiable function of rows or values.
+
+    Gradients of values that every rank has must be the same everywhere, and a ring adds up in another order on each
+    rank: then those of rank 0 are taken.
+    """
 
     @staticmethod
     def forward(ctx: Any, weights: Weights, node: Node, steps: Any, absolute: Any, *xs: Tensor) -> Any:
-        forward, adjoint = steps
-        ctx.rest = weights, node, adjoint, absolute
+        forward, adjoint, replicated = steps
+        ctx.rest = weights, node, adjoint, absolute, replicated
         return tuple(weights.run(node, forward, xs, absolute))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        weights, node, adjoint, absolute = ctx.rest
-        return (None, None, None, None, *weights.run(node, adjoint, gradients, absolute))
+        weights, node, adjoint, absolute, replicated = ctx.rest
+        found = weights.run(node, adjoint, gradients, absolute)
+        if replicated and any(isinstance(step, Shift) for step in adjoint):
+            found = weights.from_first(found)
+        return (None, None, None, None, *found)

@@ -29,7 +29,7 @@ from tests.distributed.ranks import on_ranks
 METHODS = ("ibp", "crown-ibp", "crown", "alpha-crown")
 
 
-def _wide(name: str) -> nn.Module:
+def wide_module(name: str) -> nn.Module:
     """Networks whose weights have several parts."""
     relu = nn.ReLU
     return {
@@ -66,7 +66,7 @@ WIDE = {"mlp": (1, 30), "conv": (1, 3, 4, 4), "groups": (1, 2, 5, 5), "transpose
 
 def wide(name: str, dtype: torch.dtype) -> tuple[BoundGraph, Region]:
     torch.manual_seed(3)
-    graph = trace(_wide(name).to(dtype), WIDE[name], dtype=dtype)
+    graph = trace(wide_module(name).to(dtype), WIDE[name], dtype=dtype)
     center = torch.rand(1, graph.input.numel, dtype=dtype)
     return graph, BoxRegion(center - 0.02, center + 0.02)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import parverify
 from parverify.cli.work import _check_agreed
 from parverify.errors import DisagreementError, ParverifyError, UsageError
+from parverify.frontend.query import Disjunct, Query
 from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
 from parverify.program.division import divide
@@ -19,7 +21,7 @@ from parverify.strategy.directives import load_strategy
 from parverify.verdict import Verdict
 from tests.bab.cases import Case, make, random_case
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_divided import wide
+from tests.distributed.test_divided import wide, wide_module
 
 STRATEGIES = ("fsdp", "fold", "ring", "tp")
 NAMES = ("relu", "convolution", "residual", "maxima")
@@ -181,3 +183,32 @@ def test_a_batch_is_divided_over_the_ranks_that_fold() -> None:
     for strategy, share in (("fold", 2), ("fsdp", 1)):
         for found in on_ranks(2, most_rows, strategy):
             assert found == (verdict, pytest.approx(alone / share, abs=2))
+
+
+def at_the_edge(world: World, strategy: str) -> tuple[str, int]:
+    """A property that CROWN does not decide, over weights of several parts, by ranks that stay together."""
+    torch.manual_seed(3)
+    module = wide_module("mlp").requires_grad_(False)
+    center = torch.rand(30, generator=torch.Generator().manual_seed(5))
+    low, high = (center - 0.03).double().numpy(), (center + 0.03).double().numpy()
+    row = np.array([[1.0, -0.5, -0.25]])
+    box = torch.stack([center - 0.03, center + 0.03])
+    crown = parverify.compute_bounds(module, box[:1], box[1:], method="crown", C=torch.from_numpy(row).float())
+    points = center + 0.03 * (2 * torch.rand(4096, 30, generator=torch.Generator().manual_seed(6)) - 1)
+    least = float((module(points).double() @ torch.from_numpy(row).T).min())
+    right = float(crown.lower.min()) + 0.1 * (least - float(crown.lower.min()))
+    query = Query(30, 3, (Disjunct(low, high, row, np.array([right]), np.array([False])),))
+    result = parverify.verify(
+        module, query, timeout=60, world=world, parallel__strategy=strategy, parallel__groups=1, attack__steps=10,
+        branching__kind="activation",
+    )  # fmt: skip
+    return result.verdict.value, result.stats.get("bounded", 0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_sum_up_in_other_orders_agree_in_every_phase(strategy: str) -> None:
+    alone, _ = at_the_edge(World(), "single")
+    assert alone == "unsat"
+    first, second = on_ranks(2, at_the_edge, strategy)
+    assert first == second
+    assert first[0] == alone
