@@ -119,7 +119,8 @@ class InputSpace:
         part = domains["part"].to(device)
         with torch.no_grad():
             found = bound_layers(executor, region, self.options, known=known, clock=self.clock)
-            rows = problem.rows(part)
+            # a share of the rows has to say which domains it is of
+            rows = problem.rows(part, torch.arange(len(part), device=device) if executor.splits_rows else None)
 
             def sweep(some: Rows) -> tuple[Tensor, Tensor]:
                 swept = executor.sweep(self.graph.output, some, found.relaxed, region, verdict=True)

@@ -166,7 +166,8 @@ class Executor:
     def spread(self, rows: Tiled, work: Callable[[Rows], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """What `work` makes of rows, (n,) and (n, w) for n of them: each on one rank where the placement deals rows.
 
-        So it is the same on all ranks even where each of them would sum up in an order of its own.
+        So it is the same on all ranks even where each of them would sum up in an order of its own. Rows of several
+        domains must say whose they are.
         """
         if not self.splits_rows:
             return work(rows)
