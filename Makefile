@@ -24,10 +24,10 @@ demo: $(VENV)/.package ## verify the bundled network against both of its propert
 	done
 
 test: $(VENV)/.development ## the whole test suite
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-fast: $(VENV)/.development ## the tests that together take less than a minute
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 lint: $(VENV)/.development ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .
