@@ -153,7 +153,7 @@ def test_ranks_without_work_join_the_others(
 ) -> None:
     monkeypatch.setattr(meeting_module, "ALONE", 0.0)
     n_in = 4 if kind == "input" else 2
-    entries = [entry(tmp_path / "files", f"one{i}", seed=7, sat=sat, n_in=n_in) for i in range(2)]
+    entries = [entry(tmp_path / "files", f"one{i}", seed=7, sat=sat, n_in=n_in) for i in range(ranks - 1)]
     settings = make_settings({**FEW, "branching.kind": kind, "beta.iterations": 3, "alpha.iterations": 2})
     batch, said = shared_list(tmp_path, entries, settings, ranks)
     assert set(verdicts(batch).values()) == {"sat" if sat else "unsat"}
