@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -85,12 +86,14 @@ def divided(world: World, graph: BoundGraph, strategy: str) -> Division:
     )
 
 
-def measured(world: World, graph: BoundGraph, region: Region, strategy: str, tile: int) -> list[dict[str, Any]]:
+def measured(
+    world: World, graph: BoundGraph, region: Region, strategy: str, tile: int, methods: Sequence[str] = METHODS
+) -> list[dict[str, Any]]:
     """Digest, predicted and measured figures of every method on one rank."""
     dtype = region.box()[0].dtype
     network = divided(world, graph, strategy)
     out = []
-    for method in METHODS:
+    for method in methods:
         executor = network.executor(dtype=dtype)
         world.comm.meter.clear()
         with counting(Counts()) as counts, MemoryMeter(executor.resident()) as meter:
@@ -145,8 +148,8 @@ def test_sums_in_another_order_change_only_the_rounding(
     name: str, dtype: torch.dtype, tolerance: float, size: int, strategy: str
 ) -> None:
     graph, region = wide(name, dtype)
-    alone = measured(World(), graph, region, "single", 32)
-    ranks = on_ranks(size, measured, graph, region, strategy, 32)
+    alone = measured(World(), graph, region, "single", 32, METHODS[2:])
+    ranks = on_ranks(size, measured, graph, region, strategy, 32, METHODS[2:])
     for rank in ranks:
         for mine, theirs in zip(rank, alone, strict=True):
             for (low, high), (expected_low, expected_high) in zip(mine["boxes"], theirs["boxes"], strict=True):
@@ -156,9 +159,9 @@ def test_sums_in_another_order_change_only_the_rounding(
             predicted, seen = mine["moved"]
             assert predicted == seen
     runs = [ranks]
-    while len(runs) < 3 and not all(_foreseen(runs, rank, i) for rank in range(size) for i in range(len(METHODS))):
-        runs.append(on_ranks(size, measured, graph, region, strategy, 32))
-    assert all(_foreseen(runs, rank, i) for rank in range(size) for i in range(len(METHODS)))
+    while len(runs) < 3 and not all(_foreseen(runs, rank, i) for rank in range(size) for i in range(2)):
+        runs.append(on_ranks(size, measured, graph, region, strategy, 32, METHODS[2:]))
+    assert all(_foreseen(runs, rank, i) for rank in range(size) for i in range(2))
 
 
 def _foreseen(runs: list[list[list[dict[str, Any]]]], rank: int, method: int) -> bool:
@@ -178,7 +181,7 @@ def _zoo(world: World, strategy: str) -> dict[str, list[str]]:
         network = divided(world, graph, strategy)
         executor = network.executor(dtype=torch.float64)
         region = random_box(graph, 2, 0.2, 1, torch.float64)
-        out[name] = [digest(bounded(executor, region, method, 6)) for method in METHODS]
+        out[name] = [digest(bounded(executor, region, method, 6)) for method in METHODS[2:]]
     return out
 
 
