@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
+from exchange import cost, domains
 
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.driver import BatchSize, Bounded, Search, search
@@ -42,18 +42,6 @@ from parverify.simulate.measured import fit, forecast, read_measured
 from parverify.simulate.model import Machine
 
 FEW = 64
-
-
-def domains(keys: Sequence[int], weights: Sequence[int]) -> Domains:
-    """Domains that each have `weight` descendants, whose keys begin behind `key`."""
-    key = torch.tensor(keys, dtype=torch.int64)
-    weight = torch.tensor(weights, dtype=torch.int64)
-    return Domains({"part": torch.zeros_like(key), "lower": -(key % 97).double(), "key": key, "weight": weight})
-
-
-def cost(key: int) -> float:
-    """Seconds of a domain: 1 to 10 ms."""
-    return 0.001 + 0.009 * (key * 2654435761 % 1000003) / 1000003
 
 
 class Asleep:

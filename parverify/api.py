@@ -33,6 +33,7 @@ from parverify.program.executor import Executor
 from parverify.progress import NullProgress, Progress
 from parverify.stages import Stages
 from parverify.verdict import Result, Verdict
+from parverify.verifier import Run
 
 __all__ = ["BOUND_METHODS", "Bounds", "bounds_report", "compute_bounds", "supported_operators", "verify"]
 
@@ -91,7 +92,7 @@ def verify(
         )
         if not any(not part.empty_box for part in query):
             return Result(Verdict.UNSAT, reason="the unsafe region is empty")
-        return Stages(subject, query, settings, own, progress, world=world, books=books).run()
+        return Stages(Run(subject, query, settings, own, progress, world, books)).run()
     except OutOfTimeError as error:
         return Result(Verdict.TIMEOUT, reason=error.message)
     finally:

@@ -7,7 +7,6 @@ set aside; a witness becomes `sat` only through `WitnessSearch.confirm`.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -24,23 +23,22 @@ from parverify.bab.crews import Crews, Task
 from parverify.bab.driver import BatchSize, Search
 from parverify.bab.input import InputSpace
 from parverify.bab.leaves import LeafDecider
-from parverify.bounds.alpha import AlphaOptions, optimize
+from parverify.bounds.alpha import AlphaOptions
 from parverify.bounds.kept import layers_again, layers_kept
 from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers, worth_rows
-from parverify.bounds.region import Region, select
+from parverify.bounds.region import select
 from parverify.clock import Clock
+from parverify.closing import Closing, close, close_by_interval
 from parverify.config import Settings
 from parverify.engine import Engine, Subject
 from parverify.errors import OutOfTimeError, ParverifyError
 from parverify.frontend.query import Query
 from parverify.parallel.shared import from_rank, shared_clock
 from parverify.parallel.world import World
-from parverify.program.rows import Rows
 from parverify.progress import Progress
 from parverify.verdict import Result, Verdict, Witness
 
 INPUT_SPLIT_DIMS = 12  # input splits are tried first where at most this many inputs vary
-INPUT_SPLIT_MOST = 64  # and are a fallback up to here
 MIN_ITERATIONS = 2  # of alpha for the layers; where fewer fit the time, CROWN's bounds are kept
 
 
@@ -54,41 +52,46 @@ class _State:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class Verifier:
-    """One run.
+@dataclass(frozen=True)
+class Run:
+    """What a run is given.
 
     Args:
         subject, query: what is asked.
         settings: how.
         clock: the deadline.
         progress: who is told.
-        world: the ranks that work on it together; None for one.
+        world: the ranks that work on it together.
         books: the run's journal; None for none.
-        make_crew: gives the groups that search; None for those of `Crew.make`.
+        make_crew: gives the one group that searches; None for those of `Crews.make`.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        query: Query,
-        settings: Settings,
-        clock: Clock,
-        progress: Progress,
-        *,
-        world: World | None = None,
-        books: Books | None = None,
-        make_crew: Callable[[Engine], Crew] | None = None,
-    ) -> None:
-        self._books = books or Books.none(world)
-        self._subject, self._query, self._settings = subject, query, settings
-        self._progress, self._world = progress, world or World()
-        self._clock = shared_clock(clock, subject.network.comm)
-        self._engine = Engine.make(subject, query, settings, self._clock)
+    subject: Subject
+    query: Query
+    settings: Settings
+    clock: Clock
+    progress: Progress
+    world: World = field(default_factory=World)
+    books: Books | None = None
+    make_crew: Callable[[Engine], Crew] | None = None
+
+
+class Verifier:
+    """One run, in one floating-point type.
+
+    Args:
+        run: what is asked, and how.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._settings, self._progress, self._world = run, run.settings, run.progress, run.world
+        self._books = run.books or Books.none(run.world)
+        self._clock = shared_clock(run.clock, run.subject.network.comm)
+        self._engine = Engine.make(run.subject, run.query, run.settings, self._clock)
         self._problem, self._executor = self._engine.problem, self._engine.executor
         self._budget, self._witnesses = self._engine.budget, self._engine.witnesses
         self._crown: tuple[int, LayerBounds, float] | None = None  # box, CROWN bounds of its layers, seconds they took
         self._state = _State(torch.nonzero(self._problem.box_of >= 0).flatten())
-        self._make_crew = make_crew
         self._crews: Crews | None = None
 
     # --- the run ---------------------------------------------------------------------------------------------------
@@ -242,76 +245,24 @@ class Verifier:
                 if method == "crown" and len(boxes) == 1:
                     self._crown = (int(boxes[0]), found, self._clock.now() - started)
                 if method == "ibp":
-                    kept.append(self._close_by_interval(found, boxes, parts))
+                    kept.append(close_by_interval(self._engine, found, boxes, parts))
                 else:
                     kept.append(self._close(found, boxes, parts, options if method == "alpha-crown" else None))
             if self._state.witness is not None:
                 return
         self._state.open = torch.cat(kept)
-        self._progress.log(f"{method}: {len(self._state.open)} of {len(self._query)} disjuncts open")
+        self._progress.log(f"{method}: {len(self._state.open)} of {len(self._run.query)} disjuncts open")
 
     def _box_chunk(self) -> int:
         return max(1, min(256, self._budget.batch() // 4))
 
-    def _close(self, found: LayerBounds, boxes: Tensor, parts: Tensor, alpha: BoundOptions | None) -> Tensor:
-        """The disjuncts of `parts` that stay open under rows on the output."""
-        region = select(self._problem.boxes, boxes)
-        owner = torch.searchsorted(boxes, self._problem.box_of[parts])
-        kept = []
-        for some in torch.arange(len(parts), device=parts.device).split(self._options("crown").tile):
-            part = parts[some]
-            rows = self._problem.rows(part, owner[some])
-            lower, A = self._executor.spread(rows, functools.partial(self._swept, found=found, region=region))
-            if alpha is not None:
-                more = functools.partial(self._optimized, found=found, region=region, options=alpha.alpha)
-                lower, _ = self._executor.spread(rows, more)
-            lower = lower.reshape(len(part), -1)
-            still = ~self._problem.closed(lower, part)
-            kept.append(part[still])
-            if self._settings.attack.enabled and bool(still.any()):
-                width = self._problem.rows_per_part
-                points = region.minimizer(A, rows.owner if region.domains > 1 else None)
-                every = still.repeat_interleave(width)
-                self._state.witness = self._engine.confirm(
-                    points[every].cpu(), part.repeat_interleave(width)[every].cpu()
-                )
-                if self._state.witness is not None:
-                    return torch.cat(kept)
-        return torch.cat(kept)
-
-    def _swept(self, rows: Rows, found: LayerBounds, region: Region) -> tuple[Tensor, Tensor]:
-        """Bounds of rows on the output, and the rows on the input."""
-        swept = self._executor.sweep(self._executor.graph.output, rows, found.relaxed, region, verdict=True)
-        return swept.lower, swept.A
-
-    def _optimized(
-        self, rows: Rows, found: LayerBounds, region: Region, options: AlphaOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Bounds of rows on the output with alphas of their own, and nothing."""
-        executor = self._executor
-        lower = optimize(
-            executor,
-            executor.graph.output,
-            rows,
-            found.relaxed,
-            region,
-            options=options,
-            clock=self._clock,
-            replicated=not executor.splits_rows,
-            verdict=True,
+    def _close(self, found: LayerBounds, boxes: Tensor, parts: Tensor, options: BoundOptions | None) -> Tensor:
+        """The disjuncts of `parts` that stay open under rows on the output, with alphas where there are options."""
+        how = Closing(
+            self._options("crown").tile, None if options is None else options.alpha, self._settings.attack.enabled
         )
-        return lower, lower.new_empty(len(lower), 0)
-
-    def _close_by_interval(self, found: LayerBounds, boxes: Tensor, parts: Tensor) -> Tensor:
-        low, high = (part.flatten(1) for part in found.intervals[self._executor.graph.output])
-        owner = torch.searchsorted(boxes, self._problem.box_of[parts])
-        C, d = self._problem.C[parts], self._problem.d[parts]
-        lower = (
-            torch.einsum("prn,pn->pr", C.clamp(min=0), low[owner])
-            + torch.einsum("prn,pn->pr", C.clamp(max=0), high[owner])
-            - d
-        )
-        return parts[~self._problem.closed(lower, parts)]
+        left, self._state.witness = close(self._engine, found, boxes, parts, how)
+        return left
 
     # --- branch and bound ---------------------------------------------------------------------------------------------
 
@@ -441,10 +392,11 @@ class Verifier:
 
     def _assemble(self) -> Crews:
         """The groups that search, made at the first search."""
-        if self._crews is None and self._make_crew is not None:
-            self._crews = Crews(self._make_crew(self._engine))
+        run = self._run
+        if self._crews is None and run.make_crew is not None:
+            self._crews = Crews(run.make_crew(self._engine))
         elif self._crews is None:
-            self._crews = Crews.make(self._engine, self._subject, self._query, self._settings, self._books, self._world)
+            self._crews = Crews.make(self._engine, run.subject, run.query, run.settings, self._books, run.world)
         return self._crews
 
     def _run_search(self, task: Task, branching: str) -> tuple[Search, Tensor]:
@@ -462,8 +414,8 @@ class Verifier:
     def _note(self, state: Search) -> None:
         """Add a search's figures."""
         stats = self._state.stats
-        for key in ("bounded", "closed", "batches", "spilled"):
-            stats[key] = stats.get(key, 0) + getattr(state, key)
+        for key, value in state.counts().items():
+            stats[key] = stats.get(key, 0) + value
 
     def _crown_layers(self, boxes: Tensor) -> LayerBounds:
         """CROWN bounds of one box's layers, those of the rung before where they are still there."""

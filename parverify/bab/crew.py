@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parverify.bab.books import Books, Share, Start
 from parverify.bab.domains import Domains, Pool
-from parverify.bab.driver import BatchSize, Search, Space, merged, search
+from parverify.bab.driver import BatchSize, Search, Space, check_kept, merged, search
 from parverify.bab.journaled import Border, Journaled
 from parverify.bab.record import Record
 from parverify.clock import Clock, StoppableClock
@@ -173,9 +173,7 @@ class Crew:
         gained = 0 if sharing is None else sharing.gained
         mine = (state.since(before), pool.parts(), gained, missing)
         found = [mine] if alone else [from_rank(self.world.comm, rank, mine) for rank in self._leading]
-        lost = -sum(gained for _, _, gained, _ in found)
-        if lost:  # what was given away must have arrived, or nothing can be concluded
-            raise ParverifyError(f"{lost} domains were lost between groups of ranks")
+        check_kept([gained for _, _, gained, _ in found])
         together = mine[0] if alone else merged([one for one, _, _, _ in found])
         parts = torch.unique(torch.cat([left for _, left, _, _ in found]))
         return Found(together, parts, sum((rest for _, _, _, rest in found), Fraction(0)))

@@ -86,10 +86,10 @@ class Crews:
             world: the ranks.
         """
         alone = Crew(world, Group(0, 1, world.comm), engine, Record(engine.clock), books=books)
-        fixed = settings.parallel.groups > 0
-        most = settings.parallel.groups if fixed else most_groups(engine, settings, world)
         if world.size == 1 or subject.compile_for is None:
             return Crews(alone)
+        fixed = settings.parallel.groups > 0
+        most = settings.parallel.groups if fixed else most_groups(engine, settings, world)
         return Crews(alone, most, fixed=fixed, divide=lambda count: alone.divided(subject, query, settings, count))
 
     def apart(self, progress: Progress) -> Crew:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from parverify.attack.batches import out_of_memory
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.record import Record
 from parverify.clock import Clock
-from parverify.errors import ResourceError
+from parverify.errors import ParverifyError, ResourceError
 from parverify.progress import Progress
 from parverify.verdict import Witness
 
@@ -85,18 +85,21 @@ class Search:
     worst: float = -torch.inf
     spilled: int = 0
 
+    def counts(self) -> dict[str, int]:
+        """What adds up over parts of a search."""
+        return {"bounded": self.bounded, "closed": self.closed, "batches": self.batches, "spilled": self.spilled}
+
     def since(self, before: Search) -> Search:
         """This state with only what was added to its figures since another one."""
-        counts = {key: getattr(self, key) - getattr(before, key) for key in _COUNTS}
+        left, mine = before.counts(), self.counts()
+        counts: dict[str, Any] = {key: mine[key] - left[key] for key in mine}
         return replace(self, unresolved=self.unresolved[len(before.unresolved) :], **counts)
 
     def after(self, before: Search) -> Search:
         """This state as the end of a search whose first stretch was another one."""
-        counts = {key: getattr(self, key) + getattr(before, key) for key in _COUNTS}
+        first, mine = before.counts(), self.counts()
+        counts: dict[str, Any] = {key: mine[key] + first[key] for key in mine}
         return replace(self, unresolved=[*before.unresolved, *self.unresolved], **counts)
-
-
-_COUNTS = ("bounded", "closed", "batches", "spilled")
 
 
 class BatchSize:
@@ -224,12 +227,24 @@ def _own(pool: Pool, state: Search) -> bool:
 
 def merged(parts: Sequence[Search]) -> Search:
     """What several searches found together that shared their domains among themselves."""
-    out = Search(
-        witness=next((part.witness for part in parts if part.witness is not None), None),
+    counts: dict[str, Any] = {key: sum(part.counts()[key] for part in parts) for key in Search().counts()}
+    witness = next((part.witness for part in parts if part.witness is not None), None)
+    return Search(
+        witness=witness,
         unresolved=[reason for part in parts for reason in part.unresolved],
         worst=min(part.worst for part in parts),
+        open=sum(part.open for part in parts),
+        finished=witness is None and all(part.finished for part in parts),
+        **counts,
     )
-    for key in (*_COUNTS, "open"):
-        setattr(out, key, sum(getattr(part, key) for part in parts))
-    out.finished = out.witness is None and all(part.finished for part in parts)
-    return out
+
+
+def check_kept(gained: Sequence[int]) -> None:
+    """Raise unless the domains that groups gave away have all arrived: else nothing can be concluded.
+
+    Args:
+        gained: for each group, domains received less those given away.
+    """
+    lost = -sum(gained)
+    if lost:
+        raise ParverifyError(f"{lost} domains were lost between groups of ranks")

@@ -21,7 +21,7 @@ from torch import Tensor
 from parverify.bab.books import Start
 from parverify.bab.crew import WAIT, Crew, Found
 from parverify.bab.domains import Domains, Pool
-from parverify.bab.driver import BatchSize, Search, Space, merged, search
+from parverify.bab.driver import BatchSize, Search, Space, check_kept, merged, search
 from parverify.bab.record import Record
 from parverify.cli.work import Boundary
 from parverify.clock import Clock, StoppableClock
@@ -293,27 +293,21 @@ class FlowCrew(Crew):
         meeting.await_turn(job)
         progress.log(f"{job.entry.name}: all ranks search, {len(pool)} open")
         part = Part(space, batch, self.engine.clock, record=self.record, pause=pause)
-        return Found(*self._concluded(state, meeting.together(job, self.engine, part, pool)))
+        return self._concluded(state, meeting.together(job, self.engine, part, pool))
 
-    def _concluded(self, state: Search, shares: list[Share]) -> tuple[Search, Tensor]:
-        """What all ranks found, added to what was found alone, and the disjuncts that are left open."""
-        failures = [f"rank {rank}: {share.failure}" for rank, share in enumerate(shares) if share.failure]
-        found = merged([share.state for share in shares])
-        for key in ("bounded", "closed", "batches", "spilled"):
-            setattr(state, key, getattr(state, key) + getattr(found, key))
-        state.witness, state.open, state.worst = found.witness, found.open, found.worst
-        state.unresolved += found.unresolved
-        state.finished = found.finished
+    @staticmethod
+    def _concluded(alone: Search, shares: list[Share]) -> Found:
+        """What all ranks found after what was found alone."""
+        found = merged([share.state for share in shares]).after(alone)
         if found.witness is not None:
-            return state, torch.zeros(0, dtype=torch.long)
+            return Found(found, torch.zeros(0, dtype=torch.long))
+        failures = [f"rank {rank}: {share.failure}" for rank, share in enumerate(shares) if share.failure]
         if failures:
             raise ParverifyError(failures[0])
         if any(share.late for share in shares):
             raise OutOfTimeError("out of time while searching")
-        lost = -sum(share.gained for share in shares)
-        if lost:  # what was given away must have arrived, or nothing can be concluded
-            raise ParverifyError(f"{lost} domains were lost between ranks")
-        return state, torch.unique(torch.cat([share.parts for share in shares]))
+        check_kept([share.gained for share in shares])
+        return Found(found, torch.unique(torch.cat([share.parts for share in shares])))
 
 
 class _Alone:

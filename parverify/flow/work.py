@@ -23,6 +23,7 @@ from parverify.loading import Loaded, file_subject, load_file
 from parverify.progress import Progress
 from parverify.stages import Stages
 from parverify.verdict import Result, Verdict
+from parverify.verifier import Run
 
 
 class Stopwatch:
@@ -141,7 +142,7 @@ class Job:
         self.graph = subject.graph
         if not any(not part.empty_box for part in query):
             return Result(Verdict.UNSAT, reason="the unsafe region is empty")
-        self._stages = Stages(
+        run = Run(
             subject,
             query,
             self.settings,
@@ -149,6 +150,7 @@ class Job:
             self._progress,
             make_crew=lambda engine: self._crew(self, engine),
         )
+        self._stages = Stages(run)
         return self._stages.until_search()
 
     def _do(self, stage: Callable[[], Result | None]) -> Outcome | None:

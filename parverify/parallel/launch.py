@@ -339,9 +339,8 @@ def decide(records: Mapping[int, Record], nproc: int, failures: Mapping[int, Pro
     if wrong and not (dead and wrong[0][0]):
         _, _, rank = wrong[0]
         first = records[rank].outcome
-        own = records[0].outcome if 0 in records else first
-        if first.verdict == "timeout" and own.verdict == "timeout":
-            return own
+        if first.verdict == "timeout" and 0 in records and records[0].outcome.verdict == "timeout":
+            return records[0].outcome
         return _named(rank, first)
     if dead:
         return Outcome.error(_death(dead[0], failures[dead[0]]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from parverify.config import make_settings
 from parverify.graph.ir import BoundGraph
 from parverify.graph.trace import trace
 from parverify.ops.places import Counts, counting
+from parverify.parallel.comm import _Works
 from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
 from parverify.program.cost import predict
@@ -86,6 +89,26 @@ def divided(world: World, graph: BoundGraph, strategy: str) -> Division:
     )
 
 
+@contextlib.contextmanager
+def let_go() -> Iterator[None]:
+    """After the wait for a collective, gloo's thread may hold its tensors a moment longer: wait for that too.
+
+    Otherwise a measured peak depends on when that thread happened to run.
+    """
+    inner = _Works.wait
+
+    def wait(self: _Works) -> None:
+        held = [tensor for tensor in self._held if hasattr(tensor, "_use_count")]
+        inner(self)
+        until = time.monotonic() + 2.0
+        while any(tensor._use_count() > 1 for tensor in held) and time.monotonic() < until:
+            time.sleep(0.0002)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Works, "wait", wait)
+        yield
+
+
 def measured(
     world: World, graph: BoundGraph, region: Region, strategy: str, tile: int, methods: Sequence[str] = METHODS
 ) -> list[dict[str, Any]]:
@@ -96,7 +119,7 @@ def measured(
     for method in methods:
         executor = network.executor(dtype=dtype)
         world.comm.meter.clear()
-        with counting(Counts()) as counts, MemoryMeter(executor.resident()) as meter:
+        with let_go(), counting(Counts()) as counts, MemoryMeter(executor.resident()) as meter:
             boxes = bounded(executor, region, method, tile)
         moved = {name: (f["calls"], f["bytes"]) for name, f in world.comm.meter.figures().items()}
         expected = predict(
@@ -141,7 +164,7 @@ def test_bounds_are_bitwise_those_of_one_process(name: str, size: int, strategy:
     ("name", "dtype", "tolerance", "size"),
     [
         *((name, torch.float32, 1e-5, 4) for name in ("mlp", "conv", "transposed")),
-        *((name, torch.float64, 1e-12, 2) for name in ("groups", "residual")),
+        *((name, torch.float64, 1e-12, 2) for name in ("groups", "residual", "transposed")),
     ],
 )
 def test_sums_in_another_order_change_only_the_rounding(
@@ -158,20 +181,8 @@ def test_sums_in_another_order_change_only_the_rounding(
                 assert float((high - expected_high).abs().max()) <= tolerance * scale
             predicted, seen = mine["moved"]
             assert predicted == seen
-    runs = [ranks]
-    while len(runs) < 3 and not all(_foreseen(runs, rank, i) for rank in range(size) for i in range(2)):
-        runs.append(on_ranks(size, measured, graph, region, strategy, 32, METHODS[2:]))
-    assert all(_foreseen(runs, rank, i) for rank in range(size) for i in range(2))
-
-
-def _foreseen(runs: list[list[list[dict[str, Any]]]], rank: int, method: int) -> bool:
-    """Whether the predicted peak is within 10 % of the smallest measured one, or short by one tensor more.
-
-    gloo's thread may hold a tensor for a moment after the wait for it, which only adds to what is measured; in networks
-    as small as these, one tensor is up to 10 % of all.
-    """
-    peaks = [run[rank][method]["peak"] for run in runs]
-    return 0.9 <= min(seen for _, seen in peaks) / peaks[0][0] <= 1.2
+        for mine in rank:
+            assert mine["peak"][0] == pytest.approx(mine["peak"][1], rel=0.1), mine["method"]
 
 
 def _zoo(world: World, strategy: str) -> dict[str, list[str]]:

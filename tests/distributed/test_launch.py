@@ -81,7 +81,7 @@ def out_of_memory() -> None:
         (0, raised, "error", 20, "rank 0: ValueError: first second; hint:"),
         (0, refused, "error", 21, "it can't be read; hint: do that"),
         (1, refused, "error", 21, "rank 1: it can't be read; hint: do that"),
-        (1, out_of_time, "timeout", 12, "out of time while bounding"),
+        (1, out_of_time, "timeout", 12, "rank 1: out of time while bounding"),
         (0, out_of_time, "timeout", 12, "out of time while bounding"),
         (1, out_of_memory, "error", 24, "rank 1: out of memory"),
     ],
@@ -92,9 +92,9 @@ def test_a_rank_that_fails_ends_the_job(
 ) -> None:
     begun = time.monotonic()
     outcome = outcome_of(size, one_fails(rank, failure))
-    assert time.monotonic() - begun < 10  # the machine may be busy
+    assert time.monotonic() - begun < 5
     assert (outcome.verdict, outcome.exit_code) == (verdict, code)
-    assert text in outcome.reason
+    assert outcome.reason.startswith(text)
 
 
 def test_a_rank_that_dies_before_it_finds_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_rank_that_dies_before_it_finds_the_others(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launching, "join", dying)
     begun = time.monotonic()
     outcome = outcome_of(2, lambda world: Outcome("unsat"))
-    assert time.monotonic() - begun < 10  # the machine may be busy
+    assert time.monotonic() - begun < 5
     assert outcome.reason.startswith("rank 1 was killed by SIGKILL")
 
 
