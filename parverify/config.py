@@ -145,12 +145,14 @@ class AttackSettings(_Section):
         restarts: random starting points.
         steps: gradient steps from each.
         seconds: most seconds spent before bounding starts.
+        share: of the time of branch and bound, for more of it meanwhile; 0 for none.
     """
 
     enabled: bool = _option(True)
     restarts: int = _option(30, least=1)
     steps: int = _option(100, least=1)
     seconds: float = _option(10.0, least=0)
+    share: float = _option(0.05, least=0)
 
 
 @dataclass(frozen=True)

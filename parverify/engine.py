@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from parverify.attack.search import WitnessSearch
+from parverify.bab.domains import Domains
 from parverify.bab.problem import Problem, build
+from parverify.bab.record import Record
+from parverify.bab.turns import Turns
 from parverify.budget import Budget, make_budget
 from parverify.clock import Clock
-from parverify.config import Settings
+from parverify.config import AttackSettings, Settings
 from parverify.errors import ParverifyError
 from parverify.frontend.query import Query
 from parverify.graph.ir import BoundGraph
@@ -69,6 +72,7 @@ class Engine:
         budget: of memory.
         witnesses: candidates, and the replay that decides.
         clock: read alike by all ranks of the group.
+        attack: how long and how often to look for a witness.
     """
 
     network: Division
@@ -76,6 +80,7 @@ class Engine:
     budget: Budget
     witnesses: WitnessSearch
     clock: Clock
+    attack: AttackSettings
 
     @staticmethod
     def make(subject: Subject, query: Query, settings: Settings, clock: Clock) -> Engine:
@@ -95,7 +100,7 @@ class Engine:
             clock=clock,
             comm=network.comm,
         )
-        return Engine(network, problem, budget, witnesses, clock)
+        return Engine(network, problem, budget, witnesses, clock, settings.attack)
 
     @property
     def executor(self) -> Executor:
@@ -105,6 +110,25 @@ class Engine:
     def confirm(self, points: Tensor, parts: Tensor) -> Witness | None:
         """A witness among candidates (N, n_in) for the disjuncts `parts` (N,)."""
         return self.witnesses.try_points(points, parts)
+
+    def turns(self, record: Record | None = None) -> Turns:
+        """The stages of a search by this group."""
+        attack = self.attack
+        look = self._look if attack.enabled and attack.share > 0 else None
+        return Turns(self.clock, look, record, share=attack.share)
+
+    def _look(self, domains: Domains, seconds: float) -> Witness | None:
+        """Descend from new places, the middles of domains among them where these are boxes."""
+        starts = None
+        if "low" in domains.columns:
+            starts = ((domains["low"] + domains["high"]) / 2)[: self.attack.restarts]
+        return self.witnesses.pgd(
+            restarts=self.attack.restarts,
+            steps=self.attack.steps,
+            seconds=seconds,
+            disjuncts=torch.unique(domains["part"]).tolist() or None,
+            starts=starts,
+        )
 
 
 def shared_replay(replay: Replay | None, comm: Comm) -> Replay:

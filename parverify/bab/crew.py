@@ -165,7 +165,7 @@ class Crew:
                 pool=pool,
                 state=state,
                 supply=sharing,
-                record=self.record,
+                turns=self.engine.turns(self.record),
             )
         if sharing is not None:
             sharing.finish(pool, state)

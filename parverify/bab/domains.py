@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_Entry = tuple[float, int, "Domains | Path", int]  # lowest bound, order, body, number of domains
+
 
 @dataclass(frozen=True)
 class Domains:
@@ -77,7 +79,7 @@ def pad_width(parts: Sequence[Domains], names: Sequence[str]) -> Sequence[Domain
 
 
 class Pool:
-    """Open domains, worst bound first.
+    """Open domains, worst bound first, and behind them leaves that wait to be decided.
 
     Args:
         memory: bytes that may stay in memory; batches beyond it go to a temporary folder.
@@ -91,38 +93,44 @@ class Pool:
         self._memory = memory
         self._pad = pad
         self._chunk = chunk
-        self._heap: list[tuple[float, int, Domains | Path, int]] = []
+        self._heap: list[_Entry] = []
+        self._leaves: list[_Entry] = []
         self._order = itertools.count()
         self._bytes = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.spilled = 0
 
     def __len__(self) -> int:
-        return sum(entry[3] for entry in self._heap)
+        return _total(self._heap) + self.leaves
+
+    @property
+    def leaves(self) -> int:
+        """How many of the domains are leaves."""
+        return _total(self._leaves)
 
     @property
     def worst(self) -> float:
         """The lowest bound of all open domains; inf if there is none."""
-        return self._heap[0][0] if self._heap else torch.inf
+        return min((heap[0][0] for heap in (self._heap, self._leaves) if heap), default=torch.inf)
 
-    def push(self, domains: Domains) -> None:
-        """Add open domains."""
+    def push(self, domains: Domains, *, leaves: bool = False) -> None:
+        """Add open domains, or such as can't be split any further."""
         if not len(domains):
             return
         order = torch.argsort(domains["lower"])
         domains = domains.take(order)
         for start in range(0, len(domains), self._chunk):
             part = domains.slice(start, min(start + self._chunk, len(domains)))
-            self._store(part)
+            self._store(part, self._leaves if leaves else self._heap)
 
-    def _store(self, part: Domains) -> None:
+    def _store(self, part: Domains, heap: list[_Entry]) -> None:
         size = part.nbytes()
         body: Domains | Path = part
         if self._bytes + size > self._memory:
             body = self._spill(part)
         else:
             self._bytes += size
-        heapq.heappush(self._heap, (float(part["lower"][0]), next(self._order), body, len(part)))
+        heapq.heappush(heap, (float(part["lower"][0]), next(self._order), body, len(part)))
 
     def _spill(self, part: Domains) -> Path:
         if self._folder is None:
@@ -133,11 +141,40 @@ class Pool:
         return path
 
     def pop(self, count: int) -> Domains:
-        """Up to `count` of the worst domains; the pool must not be empty."""
+        """Up to `count` of the worst domains, leaves only where there are no others; the pool must not be empty."""
+        taken = self._take(self._heap, count)
+        taken += self._take(self._leaves, count - sum(len(part) for part in taken))
+        return join(taken, self._pad)
+
+    def pop_batch(self, count: int, load: float) -> Domains:
+        """The worst domains that can be split, as many as cost at most `load` together (but one at least).
+
+        Args:
+            count: the most.
+            load: in units of the domains' column `cost`, or 1 each where they have none.
+        """
+        domains = join(self._take(self._heap, count), self._pad)
+        keep = max(1, int((costs(domains).cumsum(0) <= load).sum()))
+        if keep < len(domains):
+            self.push(domains.slice(keep, len(domains)))
+        return domains.slice(0, keep)
+
+    def pop_leaves(self, count: int) -> Domains:
+        """Up to `count` leaves; there must be some."""
+        return join(self._take(self._leaves, count), self._pad)
+
+    def peek(self, count: int) -> Domains:
+        """Up to `count` of the worst domains without taking them out; none where they are not in memory."""
+        for heap in (self._heap, self._leaves):
+            if heap and isinstance(heap[0][2], Domains):
+                return heap[0][2].slice(0, min(count, heap[0][3]))
+        return Domains({"part": torch.zeros(0, dtype=torch.long)})
+
+    def _take(self, heap: list[_Entry], count: int) -> list[Domains]:
         taken: list[Domains] = []
         have = 0
-        while self._heap and have < count:
-            _, _, body, size = heapq.heappop(self._heap)
+        while heap and have < count:
+            _, _, body, size = heapq.heappop(heap)
             if isinstance(body, Path):
                 part = Domains(torch.load(body, weights_only=True))
                 body.unlink()
@@ -145,16 +182,16 @@ class Pool:
                 part = body
                 self._bytes -= part.nbytes()
             if have + size > count:
-                self._store(part.slice(count - have, size))
+                self._store(part.slice(count - have, size), heap)
                 part = part.slice(0, count - have)
             taken.append(part)
             have += len(part)
-        return join(taken, self._pad)
+        return taken
 
     def parts(self) -> Tensor:
         """The disjuncts of all open domains, each once."""
         found = []
-        for _, _, body, _ in self._heap:
+        for _, _, body, _ in (*self._heap, *self._leaves):
             part = torch.load(body, weights_only=True)["part"] if isinstance(body, Path) else body["part"]
             found.append(torch.unique(part))
         return torch.unique(torch.cat(found)) if found else torch.zeros(0, dtype=torch.long)
@@ -164,3 +201,13 @@ class Pool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def costs(domains: Domains) -> Tensor:
+    """(D,) what bounding each domain's children is predicted to cost; only ratios matter."""
+    cost = domains.columns.get("cost")
+    return torch.ones(len(domains)) if cost is None else cost.clamp(min=1)
+
+
+def _total(heap: list[_Entry]) -> int:
+    return sum(entry[3] for entry in heap)

@@ -1,8 +1,9 @@
 """Branch and bound on one page: take the worst domains, split, bound, drop what is closed, keep the rest.
 
 Bounding, branching and what a leaf is are the space's business (`ActivationSpace`, `InputSpace`); only the pool touches
-open domains. The search ends `unsat` when the pool is empty and nothing was set aside, `sat` when a candidate is
-confirmed by replay, and otherwise says why not.
+open domains. Whether a batch, some leaves or a descent come next is the business of `Turns`. The search ends `unsat`
+when the pool is empty and nothing was set aside, `sat` when a candidate is confirmed by replay, and otherwise says why
+not.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from parverify.attack.batches import out_of_memory
-from parverify.bab.domains import Domains, Pool
-from parverify.bab.record import Record
+from parverify.bab.domains import Domains, Pool, costs
+from parverify.bab.turns import Stage, Turns
 from parverify.clock import Clock
 from parverify.errors import ParverifyError, ResourceError
 from parverify.progress import Progress
@@ -105,7 +106,8 @@ class Search:
 class BatchSize:
     """How many children are bounded at once: what takes about a second, and half of it when memory runs out.
 
-    Short batches keep the search responsive: the clock, candidates and the order of the pool act between batches.
+    Short batches keep the search responsive: the clock, candidates and the order of the pool act between batches. Where
+    domains differ in cost, a batch holds what costs as much as that many average ones.
 
     Args:
         size: to start with.
@@ -119,7 +121,19 @@ class BatchSize:
 
     def __init__(self, size: int, most: int, *, fixed: bool = False, ranks: int = 1, pace: float = 1.0) -> None:
         self._most, self._fixed, self._ranks, self._pace = most, fixed, ranks, pace
+        self._mean: float | None = None  # cost of a domain, over the last batches
         self.size = max(1, min(size, most))
+
+    def pop(self, pool: Pool) -> Domains:
+        """The domains whose children are the next batch."""
+        half = max(1, self.size // 2)
+        if self._fixed or self._mean is None:
+            domains = pool.pop_batch(half, torch.inf)
+        else:
+            domains = pool.pop_batch(max(1, min(self.size, self._most // 2)), half * self._mean)
+        mean = float(costs(domains).mean())
+        self._mean = mean if self._mean is None else 0.8 * self._mean + 0.2 * mean
+        return domains
 
     def halve(self) -> None:
         """After an out-of-memory error.
@@ -153,7 +167,7 @@ def search(
     pool: Pool | None = None,
     state: Search | None = None,
     supply: Supply | None = None,
-    record: Record | None = None,
+    turns: Turns | None = None,
 ) -> tuple[Search, Pool]:
     """Run until everything is closed, a witness is found, the clock ends, or `pause` says stop.
 
@@ -168,11 +182,12 @@ def search(
         pool: continue with this pool instead of a new one.
         state: written after every batch, for a caller that wants the figures of a search that ran out of time too.
         supply: asked before every batch whether to go on; None to go on until the pool is empty.
-        record: is told of every batch.
+        turns: says what comes next, attacks, and keeps a record; None for neither of the last two.
 
     Raises:
         OutOfTimeError: the clock ran out.
     """
+    turns = Turns(clock) if turns is None else turns
     pool = Pool(memory=memory, pad=space.pad) if pool is None else pool  # type: ignore[arg-type]
     pool.push(roots)
     state = Search() if state is None else state
@@ -181,36 +196,20 @@ def search(
     started, spilled = clock.now(), pool.spilled
     while going(pool, state):
         clock.check("searching")
-        if not len(pool):
+        stage = turns.next(pool)
+        if stage is None:
             continue
-        domains = pool.pop(max(1, batch.size // 2))
-        began = clock.now()
-        try:
-            children, stuck = space.split(domains, batch.size)
-            bounded = space.bound(children) if len(children) else Bounded(children, 0)
-        except (MemoryError, RuntimeError) as error:
-            if batch.size <= 1 or not (isinstance(error, MemoryError) or out_of_memory(error)):
-                raise
-            batch.halve()
+        if stage is Stage.ATTACK:
+            state.witness = turns.attack(pool)
+        elif stage is Stage.LEAF:
+            _decide(space, pool, state, turns)
+        elif not _bound(space, pool, state, turns, batch):
             progress.log(f"out of memory: the batch is halved to {batch.size} domains")
-            pool.push(domains)
             continue
-        state.batches += 1
-        state.bounded += len(children)
-        state.closed += bounded.closed
-        state.witness = bounded.witness
-        if state.witness is None and len(stuck):
-            closed, state.witness, reasons = space.leaf(stuck)
-            state.closed += closed
-            state.unresolved.extend(reasons)
         if state.witness is not None:
             break
-        pool.push(bounded.domains)
-        batch.adapt(len(children), clock.now() - began)
         state.open, state.worst = len(pool), pool.worst
         state.spilled, spilled = state.spilled + pool.spilled - spilled, pool.spilled
-        if record is not None:
-            record.batch(children, bounded.closed, state.open, state.worst)
         rate = state.bounded / max(clock.now() - started, 1e-9)
         progress.update(open=state.open, closed=state.closed, worst=state.worst, rate=rate, left=clock.left)
         if pause is not None and len(pool) and pause(state):
@@ -218,6 +217,43 @@ def search(
     state.open = len(pool)
     state.finished = state.witness is None and not state.open
     return state, pool
+
+
+def _bound(space: Space, pool: Pool, state: Search, turns: Turns, batch: BatchSize) -> bool:
+    """Split and bound a batch; False where memory ran out, and all is as before but for smaller batches."""
+    domains, began = batch.pop(pool), turns.clock.now()
+    try:
+        with turns.spent(Stage.SEARCH, len(domains)):
+            children, stuck = space.split(domains, batch.size)
+            bounded = space.bound(children) if len(children) else Bounded(children, 0)
+    except (MemoryError, RuntimeError) as error:
+        if batch.size <= 1 or not (isinstance(error, MemoryError) or out_of_memory(error)):
+            raise
+        batch.halve()
+        pool.push(domains)
+        return False
+    state.batches += 1
+    state.bounded += len(children)
+    state.closed += bounded.closed
+    state.witness = bounded.witness
+    if state.witness is None:
+        pool.push(bounded.domains)
+        pool.push(stuck, leaves=True)
+        turns.arrived(Stage.SEARCH, len(bounded.domains))
+        turns.arrived(Stage.LEAF, len(stuck))
+        batch.adapt(len(children), turns.clock.now() - began)
+        turns.note(children, bounded.closed, pool)
+    return True
+
+
+def _decide(space: Space, pool: Pool, state: Search, turns: Turns) -> None:
+    """Decide some leaves."""
+    leaves = pool.pop_leaves(turns.leaves())
+    with turns.spent(Stage.LEAF, len(leaves)):
+        closed, state.witness, reasons = space.leaf(leaves)
+    state.closed += closed
+    state.unresolved.extend(reasons)
+    turns.note(leaves.slice(0, 0), closed, pool, Stage.LEAF)
 
 
 def _own(pool: Pool, state: Search) -> bool:

@@ -7,7 +7,7 @@ unstable get rows. The dimension to halve is the one whose width costs the bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from parverify.bab.combine import combine
 from parverify.bab.domains import Domains
 from parverify.bab.driver import Bounded
 from parverify.bab.problem import Problem
-from parverify.bounds.layers import BoundOptions, bound_layers
+from parverify.bounds.layers import BoundOptions, bound_layers, worth_rows
 from parverify.bounds.region import BoxRegion
 from parverify.clock import Clock
 from parverify.ops.kernel import Box
@@ -45,6 +45,7 @@ class InputSpace:
         self.graph = problem.executor.graph
         sizes = [self.graph[name].numel for name in self.graph.bounded]
         self._inherited = self.graph.bounded if sum(sizes) <= INHERIT_LIMIT else ()
+        self._weights = {name: (depth, self.graph[name].numel) for depth, name in enumerate(self.graph.bounded, 1)}
 
     def roots(self, part: Tensor) -> Domains:
         """The disjuncts' own boxes."""
@@ -62,15 +63,24 @@ class InputSpace:
             size = self.graph[name].numel
             columns[f"box/{name}/low"] = low.new_full((len(part), size), -torch.inf)
             columns[f"box/{name}/high"] = low.new_full((len(part), size), torch.inf)
+        columns["cost"] = low.new_full((len(part),), sum(depth * size for depth, size in self._weights.values()))
         return Domains({name: column.cpu() for name, column in columns.items()})
+
+    def _cost(self, boxes: Mapping[str, Box]) -> Tensor:
+        """(D,) what bounding halves of the boxes will cost: each neuron that gets rows, times the depth it is at."""
+        counts = (
+            weight * worth_rows(self.graph, name, boxes[name]).flatten(1).sum(1)
+            for name, (weight, _) in self._weights.items()
+        )
+        return sum(counts, torch.zeros(()))
 
     def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
         """All columns have fixed widths."""
         return parts
 
     def adopt(self, domains: Domains) -> Domains:
-        """Nothing in a box depends on who bounded it."""
-        return domains
+        """Nothing in a box depends on who bounded it; what it costs is unknown in old journals."""
+        return domains if "cost" in domains.columns else domains.with_columns(cost=torch.ones(len(domains)))
 
     def split(self, domains: Domains, children: int) -> tuple[Domains, Domains]:
         """Halve every box along its most costly dimensions, several where there are few boxes."""
@@ -140,7 +150,7 @@ class InputSpace:
             excess, points = torch.maximum(excess, together.bound(excess.dtype)), together.x.to(region.lower.dtype)
         A = A[torch.arange(len(domains), device=device), best]
         excess = torch.maximum(excess, domains["lower"].to(device))  # a parent's bound holds too
-        columns = {"lower": excess, "score": A.abs() * (region.upper - region.lower)}
+        columns = {"lower": excess, "score": A.abs() * (region.upper - region.lower), "cost": self._cost(found.boxes)}
         for name in self._inherited:
             low, high = found.boxes[name]
             columns[f"box/{name}/low"], columns[f"box/{name}/high"] = low.flatten(1), high.flatten(1)

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from parverify.bab.domains import Domains
+from parverify.bab.domains import Domains, Pool
 from parverify.clock import Clock
-from parverify.report.schema import IDLE, RankReport, Sample, Samples
+from parverify.report.schema import IDLE, RankReport, Sample, Samples, Work
 
 _BATCHES = 1000  # sizes kept; every second is dropped where there are more
 
@@ -36,22 +36,29 @@ class Record:
         self._sizes: list[int] = []
         self._bounded = self._closed = self._received = self._sent = self._bytes = 0
         self._idle = 0.0
+        self._stages: dict[str, Work] = {}
 
-    def batch(self, children: Domains, closed: int, left: int, worst: float) -> None:
-        """Note a batch.
+    def turn(self, bounded: Domains, closed: int, pool: Pool, stage: str) -> None:
+        """Note a turn.
 
         Args:
-            children: that were bounded.
-            closed: how many of them.
-            left: domains that are open on this rank now.
-            worst: the lowest bound of those.
+            bounded: domains that were bounded in it.
+            closed: how many domains were closed.
+            pool: what is open on this rank now.
+            stage: what was done.
         """
-        self._bounded += len(children)
+        self._bounded += len(bounded)
         self._closed += closed
-        self._sizes.append(len(children))
+        if len(bounded):
+            self._sizes.append(len(bounded))
         if len(self._sizes) > _BATCHES:
             self._sizes = self._sizes[::2]
-        self._sample(left, worst, _depth(children), "search")
+        self._sample(len(pool), pool.worst, _depth(bounded), stage)
+
+    def spent(self, stage: str, count: int, seconds: float) -> None:
+        """Note what a stage did: on how many domains, in how many seconds."""
+        before = self._stages.get(stage, Work())
+        self._stages[stage] = Work(before.domains + count, before.seconds + seconds)
 
     def idle(self) -> None:
         """Note that the rank waits for domains."""
@@ -75,6 +82,7 @@ class Record:
             tuple(self._sizes),
             self._bytes,
             tuple(self._samples.list()),
+            dict(self._stages),
         )
 
     def _sample(self, left: int, worst: float, depth: int, phase: str) -> None:

@@ -22,7 +22,7 @@ from parverify.bab.books import Start
 from parverify.bab.crew import WAIT, Crew, Found
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.driver import BatchSize, Search, Space, check_kept, merged, search
-from parverify.bab.record import Record
+from parverify.bab.turns import Turns
 from parverify.cli.work import Boundary
 from parverify.clock import Clock, StoppableClock
 from parverify.engine import Engine
@@ -93,7 +93,7 @@ class Part:
         batch: how many domains at once.
         clock: of the instance.
         memory: bytes of open domains kept in memory.
-        record: is told of every batch.
+        turns: the stages of the search; None for no attacks.
         pause: see `parverify.bab.driver.search`.
     """
 
@@ -101,7 +101,7 @@ class Part:
     batch: BatchSize
     clock: Clock
     memory: int = 0
-    record: Record | None = None
+    turns: Turns | None = None
     pause: Callable[[Search], bool] | None = None
 
 
@@ -198,7 +198,7 @@ class Meeting:
             if isinstance(part.clock, StoppableClock):
                 part.clock.asks[:] = [exchange.decided]  # a witness elsewhere ends a batch in its middle
             search(part.space, _none(), batch=part.batch, memory=0, clock=part.clock, progress=self._progress,
-                   pause=part.pause, pool=mine, state=state, supply=supply, record=part.record)  # fmt: skip
+                   pause=part.pause, pool=mine, state=state, supply=supply, turns=part.turns)  # fmt: skip
         share = self._end(supply, mine, state, boundary)
         mine.close()
         return [from_rank(self._world.comm, rank, share) for rank in range(self._world.size)]
@@ -285,14 +285,14 @@ class FlowCrew(Crew):
         meeting, job = self.meeting, self.job
         if meeting is None or job is None or start is None:
             return super().search(space, start, pool=pool, batch=batch, progress=progress, pause=pause, state=state)
-        alone = _Alone(meeting, pause)
+        alone, turns = _Alone(meeting, pause), self.engine.turns(self.record)
         search(space, start.roots, batch=batch, memory=0, clock=self.engine.clock, progress=progress,
-               pause=alone, pool=pool, state=state, record=self.record)  # fmt: skip
+               pause=alone, pool=pool, state=state, turns=turns)  # fmt: skip
         if not alone.others:
             return Found(state, pool.parts())
         meeting.await_turn(job)
         progress.log(f"{job.entry.name}: all ranks search, {len(pool)} open")
-        part = Part(space, batch, self.engine.clock, record=self.record, pause=pause)
+        part = Part(space, batch, self.engine.clock, turns=turns, pause=pause)
         return self._concluded(state, meeting.together(job, self.engine, part, pool))
 
     @staticmethod

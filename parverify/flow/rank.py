@@ -188,4 +188,4 @@ class _Rank:
         wanted = settings.branching.batch
         rows = engine.problem.rows_per_part if isinstance(call.recipe, ActivationRecipe) else 1
         size = BatchSize(call.batch, engine.budget.batch(wanted, rows), fixed=bool(wanted), pace=PACE)
-        return Part(space, size, clock, engine.budget.pool)
+        return Part(space, size, clock, engine.budget.pool, engine.turns())

@@ -1,7 +1,8 @@
 """What a run says of its ranks: `stats.ranks` in the JSON of `parverify run`, how it is recorded and checked.
 
     ranks: [{rank, bounded, received, sent, idle_seconds, batch_sizes: [..], bytes,
-             samples: [{t, open, closed, worst, depth, memory, phase}, ..]}, ..]
+             samples: [{t, open, closed, worst, depth, memory, phase}, ..],
+             stages: {stage: {domains, seconds}, ..}}, ..]
 
 Times are seconds since the start of the run, memory and bytes are bytes. The same dataclasses write and read; the names
 of their fields are the keys. Importing this module loads nothing but the standard library.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from parverify.errors import UsageError
@@ -32,7 +33,7 @@ class Sample:
         worst: the lowest bound of the open ones; infinite where there is none.
         depth: halvings of the deepest domain in the batch.
         memory: resident bytes of the process, or of the device.
-        phase: what the rank did since the sample before; `idle` where it waited.
+        phase: what the rank did since the sample before: a stage, or `idle` where it waited.
     """
 
     t: float
@@ -42,6 +43,19 @@ class Sample:
     depth: int
     memory: int
     phase: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one stage of a search did on one rank.
+
+    Args:
+        domains: it worked on.
+        seconds: that it took.
+    """
+
+    domains: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,7 @@ class RankReport:
         batch_sizes: domains in each batch, or in a thinned choice of them.
         bytes: what it sent to other ranks.
         samples: in the order of time.
+        stages: of its searches (`search`, `leaf`, `attack`), and what each did.
     """
 
     rank: int
@@ -65,6 +80,7 @@ class RankReport:
     batch_sizes: tuple[int, ...]
     bytes: int
     samples: tuple[Sample, ...]
+    stages: Mapping[str, Work] = field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
         """As the JSON file holds it."""
@@ -181,6 +197,7 @@ def _rank(node: _Node) -> RankReport:
     for place, (before, after) in enumerate(itertools.pairwise(samples), start=1):
         if after.t < before.t:
             raise UsageError(f"{node.where}.samples[{place}].t: {after.t} is before {before.t}", _HINT)
+    stages = node.maybe("stages")
     return RankReport(
         rank=node.get("rank").count(),
         bounded=node.get("bounded").count(),
@@ -190,7 +207,12 @@ def _rank(node: _Node) -> RankReport:
         batch_sizes=tuple(item.count() for item in node.get("batch_sizes").items()),
         bytes=node.get("bytes").count(),
         samples=samples,
+        stages={} if stages is None else {name: _work(stages.get(name)) for name in stages.mapping()},
     )
+
+
+def _work(node: _Node) -> Work:
+    return Work(node.get("domains").count(), node.get("seconds").number())
 
 
 def _sample(node: _Node) -> Sample:
