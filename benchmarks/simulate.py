@@ -27,8 +27,9 @@ from typing import Any
 
 from exchange import cost, domains
 
+from parverify.bab.batches import BatchSize
 from parverify.bab.domains import Domains, Pool
-from parverify.bab.driver import BatchSize, Bounded, Search, search
+from parverify.bab.driver import Bounded, Search, search
 from parverify.bab.record import Record
 from parverify.cli.outcome import Outcome
 from parverify.clock import Clock

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from parverify.bab.activation import ActivationSpace, BetaOptions
+from parverify.bab.batches import BatchSize
 from parverify.bab.books import Books, Start
 from parverify.bab.crew import Crew
 from parverify.bab.crews import Crews, Task
-from parverify.bab.driver import BatchSize, Search
+from parverify.bab.driver import Search
 from parverify.bab.input import InputSpace
 from parverify.bab.leaves import LeafDecider
 from parverify.bounds.alpha import AlphaOptions

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parverify.bab.batches import BatchSize
 from parverify.bab.books import Books, Share, Start
 from parverify.bab.domains import Domains, Pool
-from parverify.bab.driver import BatchSize, Search, Space, check_kept, merged, search
+from parverify.bab.driver import Search, Space, check_kept, merged, search
 from parverify.bab.journaled import Border, Journaled
 from parverify.bab.record import Record
 from parverify.clock import Clock, StoppableClock

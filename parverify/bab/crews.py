@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from parverify.bab.batches import BatchSize
 from parverify.bab.books import Books, Start, settle
 from parverify.bab.crew import Crew, Found
 from parverify.bab.domains import Pool
-from parverify.bab.driver import BatchSize, Search, Space
+from parverify.bab.driver import Search, Space
 from parverify.bab.record import Record
 from parverify.budget import free_memory
 from parverify.config import Settings

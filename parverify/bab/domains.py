@@ -19,6 +19,8 @@ from torch import Tensor
 
 _Entry = tuple[float, int, "Domains | Path", int]  # lowest bound, order, body, number of domains
 
+Price = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class Domains:
@@ -35,6 +37,12 @@ class Domains:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
+
+    @property
+    def cost(self) -> Tensor:
+        """(D,) how much there is to do for each domain's children; all alike where they have no such column."""
+        cost = self.columns.get("cost")
+        return torch.zeros(len(self)) if cost is None else cost
 
     def take(self, index: Tensor) -> Domains:
         """The domains `index` (positions or a bool mask)."""
@@ -146,15 +154,16 @@ class Pool:
         taken += self._take(self._leaves, count - sum(len(part) for part in taken))
         return join(taken, self._pad)
 
-    def pop_batch(self, count: int, load: float) -> Domains:
-        """The worst domains that can be split, as many as cost at most `load` together (but one at least).
+    def pop_batch(self, count: int, price: Price | None = None, load: float = torch.inf) -> Domains:
+        """The worst domains that can be split, as many as take at most `load` together (but one at least).
 
         Args:
             count: the most.
-            load: in units of the domains' column `cost`, or 1 each where they have none.
+            price: costs (D,) -> what each takes; None for no limit but `count`.
+            load: in the unit of `price`.
         """
         domains = join(self._take(self._heap, count), self._pad)
-        keep = max(1, int((costs(domains).cumsum(0) <= load).sum()))
+        keep = len(domains) if price is None else max(1, int((price(domains.cost).cumsum(0) <= load).sum()))
         if keep < len(domains):
             self.push(domains.slice(keep, len(domains)))
         return domains.slice(0, keep)
@@ -201,12 +210,6 @@ class Pool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-
-
-def costs(domains: Domains) -> Tensor:
-    """(D,) what bounding each domain's children is predicted to cost; only ratios matter."""
-    cost = domains.columns.get("cost")
-    return torch.ones(len(domains)) if cost is None else cost.clamp(min=1)
 
 
 def _total(heap: list[_Entry]) -> int:

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from parverify.attack.batches import out_of_memory
-from parverify.bab.domains import Domains, Pool, costs
+from parverify.bab.batches import BatchSize
+from parverify.bab.domains import Domains, Pool
 from parverify.bab.turns import Stage, Turns
 from parverify.clock import Clock
-from parverify.errors import ParverifyError, ResourceError
+from parverify.errors import ParverifyError
 from parverify.progress import Progress
 from parverify.verdict import Witness
 
@@ -101,58 +102,6 @@ class Search:
         first, mine = before.counts(), self.counts()
         counts: dict[str, Any] = {key: mine[key] + first[key] for key in mine}
         return replace(self, unresolved=[*before.unresolved, *self.unresolved], **counts)
-
-
-class BatchSize:
-    """How many children are bounded at once: what takes about a second, and half of it when memory runs out.
-
-    Short batches keep the search responsive: the clock, candidates and the order of the pool act between batches. Where
-    domains differ in cost, a batch holds what costs as much as that many average ones.
-
-    Args:
-        size: to start with.
-        most: what the memory allows.
-        fixed: never change it (except when memory runs out).
-        ranks: that bound every batch together; one that runs out of memory alone can't change what the others do.
-        pace: factor on how long a batch may take.
-    """
-
-    SHORT, LONG = 0.4, 1.2  # seconds
-
-    def __init__(self, size: int, most: int, *, fixed: bool = False, ranks: int = 1, pace: float = 1.0) -> None:
-        self._most, self._fixed, self._ranks, self._pace = most, fixed, ranks, pace
-        self._mean: float | None = None  # cost of a domain, over the last batches
-        self.size = max(1, min(size, most))
-
-    def pop(self, pool: Pool) -> Domains:
-        """The domains whose children are the next batch."""
-        half = max(1, self.size // 2)
-        if self._fixed or self._mean is None:
-            domains = pool.pop_batch(half, torch.inf)
-        else:
-            domains = pool.pop_batch(max(1, min(self.size, self._most // 2)), half * self._mean)
-        mean = float(costs(domains).mean())
-        self._mean = mean if self._mean is None else 0.8 * self._mean + 0.2 * mean
-        return domains
-
-    def halve(self) -> None:
-        """After an out-of-memory error.
-
-        Raises:
-            ResourceError: other ranks are in the middle of this batch.
-        """
-        if self._ranks > 1:
-            raise ResourceError("out of memory while ranks work together", "give --memory, or use more ranks")
-        self._most = self.size = max(1, self.size // 2)
-
-    def adapt(self, children: int, seconds: float) -> None:
-        """After a batch of `children` that took `seconds`."""
-        if self._fixed:
-            return
-        if seconds < self._pace * self.SHORT and children >= self.size // 2:
-            self.size = min(self._most, 2 * self.size)
-        elif seconds > self._pace * self.LONG:
-            self.size = max(2, self.size // 2)
 
 
 def search(
@@ -241,7 +190,9 @@ def _bound(space: Space, pool: Pool, state: Search, turns: Turns, batch: BatchSi
         pool.push(stuck, leaves=True)
         turns.arrived(Stage.SEARCH, len(bounded.domains))
         turns.arrived(Stage.LEAF, len(stuck))
-        batch.adapt(len(children), turns.clock.now() - began)
+        seconds = turns.clock.now() - began
+        batch.learn(domains, seconds)
+        batch.adapt(len(children), seconds)
         turns.note(children, bounded.closed, pool)
     return True
 

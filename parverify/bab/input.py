@@ -80,7 +80,7 @@ class InputSpace:
 
     def adopt(self, domains: Domains) -> Domains:
         """Nothing in a box depends on who bounded it; what it costs is unknown in old journals."""
-        return domains if "cost" in domains.columns else domains.with_columns(cost=torch.ones(len(domains)))
+        return domains if "cost" in domains.columns else domains.with_columns(cost=torch.zeros(len(domains)))
 
     def split(self, domains: Domains, children: int) -> tuple[Domains, Domains]:
         """Halve every box along its most costly dimensions, several where there are few boxes."""

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from parverify.bab.batches import BatchSize
 from parverify.bab.books import Start
 from parverify.bab.crew import WAIT, Crew, Found
 from parverify.bab.domains import Domains, Pool
-from parverify.bab.driver import BatchSize, Search, Space, check_kept, merged, search
+from parverify.bab.driver import Search, Space, check_kept, merged, search
 from parverify.bab.turns import Turns
 from parverify.cli.work import Boundary
 from parverify.clock import Clock, StoppableClock

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from parverify.bab.driver import BatchSize
+from parverify.bab.batches import BatchSize
 from parverify.bab.record import Record
 from parverify.budget import free_memory
 from parverify.cli.outcome import Outcome

@@ -17,7 +17,7 @@ from random import Random
 
 import numpy as np
 
-from parverify.bab.driver import BatchSize
+from parverify.bab.batches import BatchSize
 from parverify.bab.stealing import Rules
 from parverify.parallel.slots import HEADER
 from parverify.simulate.model import Forecast, Machine, Scenario

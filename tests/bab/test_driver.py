@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parverify.bab.batches import BatchSize
 from parverify.bab.domains import Domains
-from parverify.bab.driver import BatchSize, Bounded, Search, search
+from parverify.bab.driver import Bounded, Search, search
 from parverify.clock import Clock
 from parverify.errors import OutOfTimeError
 from parverify.progress import NullProgress

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from parverify.bab.batches import BatchSize
 from parverify.bab.domains import Domains
-from parverify.bab.driver import BatchSize, Search, search
+from parverify.bab.driver import Search, search
 from parverify.bab.identity import Identity
 from parverify.bab.journal import Journal
 from parverify.bab.journaled import Journaled

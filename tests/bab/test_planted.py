@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from parverify.bab.driver import BatchSize, search
+from parverify.bab.batches import BatchSize
+from parverify.bab.driver import search
 from parverify.clock import Clock
 from parverify.progress import NullProgress
 from tests.bab.cases import ZOO, Watched, activation_space, input_space, make, problem_of, random_case, roots

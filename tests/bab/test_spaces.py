@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from parverify.bab.activation import ActivationSpace
+from parverify.bab.batches import BatchSize
 from parverify.bab.domains import Domains, join
-from parverify.bab.driver import BatchSize, search
+from parverify.bab.driver import search
 from parverify.bab.input import InputSpace
 from parverify.clock import Clock
 from parverify.errors import OutOfTimeError

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from parverify.bab.batches import BatchSize, Prediction
 from parverify.bab.domains import Domains, Pool
-from parverify.bab.driver import BatchSize, Bounded, Search, search
+from parverify.bab.driver import Bounded, Search, search
 from parverify.bab.record import Record
 from parverify.bab.turns import DESCENT, PATIENCE, TURN, Account, Stage, Turns
 from parverify.clock import Clock
@@ -48,30 +49,53 @@ def pool_of(others: int, leaves: int = 0) -> Pool:
 def test_leaves_wait_behind_what_can_be_split() -> None:
     pool = pool_of(3, leaves=2)
     assert (len(pool), pool.leaves) == (5, 2)
-    assert len(pool.pop_batch(9, torch.inf)) == 3
+    assert len(pool.pop_batch(9)) == 3
     assert len(pool.pop(1)) == 1  # none but leaves are left
     assert len(pool.pop_leaves(9)) == 1
     assert len(pool) == 0
 
 
-def test_a_batch_holds_what_costs_as_much_as_its_size() -> None:
+def test_a_batch_takes_no_longer_than_its_load() -> None:
     pool = Pool(memory=1 << 20)
     pool.push(domains(6, [1, 1, 1, 4, 1, 1]))
-    assert pool.pop_batch(6, 5.0)["cost"].tolist() == [1, 1, 1]
-    assert pool.pop_batch(6, 5.0)["cost"].tolist() == [4, 1]
-    assert pool.pop_batch(6, 0.5)["cost"].tolist() == [1]  # one at least
+    assert pool.pop_batch(6, lambda cost: cost, 5.0)["cost"].tolist() == [1, 1, 1]
+    assert pool.pop_batch(6, lambda cost: cost, 5.0)["cost"].tolist() == [4, 1]
+    assert pool.pop_batch(6, lambda cost: cost, 0.5)["cost"].tolist() == [1]  # one at least
     assert not len(pool)
+
+
+@pytest.mark.parametrize(("base", "each"), [(0.1, 0.02), (0.5, 0.0), (0.0, 0.3)])
+def test_prediction_finds_what_domains_take(base: float, each: float) -> None:
+    predicted = Prediction()
+    for count, most in [(3, 10), (20, 100), (7, 3), (50, 30)]:
+        cost = torch.linspace(1, most, count)
+        predicted.learn(cost, base * count + each * float(cost.sum()))
+    assert predicted.of(torch.tensor([0.0, 10.0])).tolist() == pytest.approx([base, base + 10 * each], abs=1e-6)
+
+
+def test_predictions_are_never_negative() -> None:
+    falling, alike = Prediction(), Prediction()
+    for cost, seconds in [(1.0, 9.0), (2.0, 8.0), (9.0, 0.1)]:
+        falling.learn(torch.full((4,), cost), seconds)
+        alike.learn(torch.full((4,), 5.0), seconds)
+    assert (falling.each, alike.each) == (0.0, 0.0)
+    assert falling.base > 0
 
 
 def test_batches_of_costly_domains_are_smaller_and_of_cheap_ones_larger() -> None:
     batch, pool = BatchSize(8, 64), Pool(memory=1 << 20)
-    pool.push(domains(16, [10.0] * 4 + [1.0] * 12))
-    assert len(batch.pop(pool)) == 4
-    assert len(batch.pop(pool)) == 8  # as many as are bounded at once: twice the usual number
+    for cost in ([10.0] * 4, [1.0] * 4, [5.0, 6.0]):
+        batch.learn(domains(len(cost), cost), sum(cost))  # the mean is about 8 afterwards
+    pool.push(domains(16, [15.0] * 4 + [1.0] * 12))
+    assert len(batch.pop(pool)) == 2
+    assert len(batch.pop(pool)) == 2
+    assert len(batch.pop(pool)) == 8  # twice the usual number
 
 
 def test_a_fixed_size_of_batches_knows_no_costs() -> None:
     batch, pool = BatchSize(8, 64, fixed=True), Pool(memory=1 << 20)
+    batch.learn(domains(2, [1.0, 2.0]), 3.0)
+    batch.learn(domains(2, [5.0, 2.0]), 7.0)
     pool.push(domains(12, [1.0] * 4 + [100.0] * 8))
     assert [len(batch.pop(pool)) for _ in range(3)] == [4, 4, 4]
 

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from typing import Any
 
-from parverify.bab.driver import BatchSize
+from parverify.bab.batches import BatchSize
 from parverify.bab.stealing import Stealing, nearest_first
 from parverify.parallel.slots import Message
 from parverify.simulate.model import Machine, Scenario

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from parverify.bab.driver import BatchSize
+from parverify.bab.batches import BatchSize
 from parverify.bab.stealing import nearest_first
 from parverify.cli import cli
 from parverify.errors import UsageError
