@@ -186,15 +186,19 @@ def refine(
                 replace(options, alpha=replace(options.alpha, iterations=iterations)),
                 clock,
             )
+            raw = _put(flat, (owner, index), tighter)
             if options.method == "crown" and alone:
-                found.raw[node.name] = (
-                    flat[0].index_put((owner, index), tighter[0]),
-                    flat[1].index_put((owner, index), tighter[1]),
-                )
+                found.raw[node.name] = raw
             if options.intersect or iterations:
                 tighter = meet(tighter, (flat[0][owner, index], flat[1][owner, index]))
-            flat = (flat[0].index_put((owner, index), tighter[0]), flat[1].index_put((owner, index), tighter[1]))
+                raw = _put(flat, (owner, index), tighter)
+            flat = raw
     return flat[0].reshape(box[0].shape), flat[1].reshape(box[1].shape)
+
+
+def _put(box: Box, place: tuple[Tensor, Tensor], some: Box) -> Box:
+    """A box (D, n) with the bounds of some neurons (K,) replaced."""
+    return box[0].index_put(place, some[0]), box[1].index_put(place, some[1])
 
 
 def _bound_neurons(

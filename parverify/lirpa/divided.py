@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +18,17 @@ from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers
 from parverify.bounds.region import BoxRegion
 from parverify.budget import make_budget
 from parverify.graph.ir import BoundGraph
+from parverify.lirpa.lying import divide_in_place
 from parverify.lirpa.request import Request
 from parverify.ops.kernel import Box
 from parverify.ops.rounding import allowance
 from parverify.parallel.comm import Comm
 from parverify.parallel.shared import from_first
-from parverify.program.division import Division, divide
+from parverify.program.division import Division
 from parverify.program.executor import Executor
 from parverify.program.rows import Dense, OneHot, Tiled
-from parverify.program.steps import Affine, Placement
+from parverify.program.steps import Affine
 from parverify.program.sweep import Sweep
-from parverify.strategy.compile import check_all, compile_placement
 from parverify.strategy.directives import Strategy
 
 
@@ -49,18 +50,15 @@ class Divided:
     """This rank's share of a network.
 
     Args:
-        graph: the network; used on rank 0 only.
+        graph: the network, as it was recorded on this rank.
+        bounded: the module that it was recorded of, whose weights are used where they lie.
         strategy: how it is divided.
         comm: the ranks.
         ulps: the allowance for rounding; 0 for auto_LiRPA's own digits.
     """
 
-    def __init__(self, graph: BoundGraph, strategy: Strategy, comm: Comm, ulps: float) -> None:
-        def compile_for(skeleton: BoundGraph, rank: int, size: int) -> Placement:
-            return compile_placement(skeleton, strategy, rank, size)
-
-        self.division: Division = divide(graph if comm.rank == 0 else None, compile_for, comm)
-        check_all(self.division.graph, self.division.placements)
+    def __init__(self, graph: BoundGraph, bounded: Any, strategy: Strategy, comm: Comm, ulps: float) -> None:
+        self.division: Division = divide_in_place(graph, bounded, strategy, comm)
         self._ulps = ulps
         self._executors: dict[tuple[torch.dtype, torch.device], Executor] = {}
         self._tiles: dict[torch.dtype, int] = {}

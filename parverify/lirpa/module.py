@@ -110,6 +110,7 @@ class _Engine:
         self.bounded = bounded
         self._strategy, self._comm, self._own, self._ulps = strategy, comm, own_relaxations, allowance
         self._signature = inspect.signature(type(bounded).compute_bounds)
+        self._defaults = {name: parameter.default for name, parameter in self._signature.parameters.items()}
         self._divided: Divided | None = None
         self._state: tuple[Any, ...] | None = None
         self._refusal: str | None = None
@@ -124,10 +125,9 @@ class _Engine:
     def compute_bounds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._signature.bind(self.bounded, *args, **kwargs)
         call.apply_defaults()
-        defaults = {name: parameter.default for name, parameter in self._signature.parameters.items()}
         given = dict(call.arguments)
         try:
-            request = understand(self.bounded, given, defaults, lirpa().module.PerturbationLpNorm)
+            request = understand(self.bounded, given, self._defaults, lirpa().module.PerturbationLpNorm)
             divided = self._network(request)
         except UndividedError as reason:
             return self._theirs(str(reason), args, kwargs)
@@ -168,7 +168,7 @@ class _Engine:
             self._divided, self._refusal = None, None
             try:
                 graph = from_bounded_module(self.bounded)
-                self._divided = Divided(graph, self._strategy, self._comm, self._ulps)
+                self._divided = Divided(graph, self.bounded, self._strategy, self._comm, self._ulps)
             except ModelError as error:
                 self._refusal = str(error)
             self._state = state
@@ -184,7 +184,7 @@ class _Engine:
         """Changes when a weight does."""
         tensors = (*self.bounded.parameters(), *self.bounded.buffers())
         with torch.no_grad():
-            return tuple((t.data_ptr(), t._version, float(t.sum(dtype=torch.float64))) for t in tensors)
+            return tuple((t.data_ptr(), t._version, _sum_of_bits(t)) for t in tensors)
 
     @staticmethod
     def _check_relaxations(divided: Divided, method: str) -> None:
@@ -248,6 +248,15 @@ class _Engine:
                 return [None] * len(leaves)
             outputs, wanted = zip(*pairs, strict=True)
             return list(torch.autograd.grad(outputs, leaves, wanted, allow_unused=True))
+
+
+def _sum_of_bits(tensor: Tensor) -> float:
+    """Changes with any entry: the sum of the bits as whole numbers, many times faster than one in float64."""
+    plain = tensor.is_contiguous() and tensor.is_floating_point()
+    size = tensor.element_size()
+    if not plain or tensor.nbytes % 8 or tensor.storage_offset() * size % 8:
+        return float(tensor.sum(dtype=torch.float64))
+    return int(tensor.detach().reshape(-1).view(torch.int64).sum())
 
 
 class _Attached(torch.autograd.Function):

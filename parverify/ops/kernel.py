@@ -49,6 +49,8 @@ def inflate(lower: Tensor, upper: Tensor) -> Box:
     """Centre, and radius with an allowance for the rounding of the sums that they enter."""
     center, radius = (lower + upper) / 2, (upper - lower) / 2
     extra = slack(center.dtype)
+    if extra == 0:
+        return center, radius
     return center, torch.addcmul(radius * (1 + extra), center.abs(), torch.full_like(center, extra))
 
 

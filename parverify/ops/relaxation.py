@@ -9,7 +9,7 @@ McCormick planes, mixed by alpha. Alphas are packed: only neurons that are free 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -67,33 +67,55 @@ def rows_of(table: Tensor, owner: Tensor | None) -> Tensor:
 
 
 class _ReluStep(torch.autograd.Function):
-    """A ReLU step that keeps for the backward pass only A and the packed alphas, not slopes of every row."""
+    """A ReLU step that keeps for the backward pass only A and the packed alphas, not slopes of every row.
+
+    `packing` is where alphas are (index), 1 where they are free and 0 elsewhere, and the slope elsewhere and 0 where
+    they are free; None without alphas. Of the two lines that a coefficient may meet one is multiplied by zero, so that
+    nothing is rounded: choosing by a mask would take many times longer, because signs follow no pattern.
+    """
 
     @staticmethod
-    def forward(ctx, A, alpha, index, free, lower, upper, intercept):  # type: ignore[no-untyped-def]
-        slope = _relu_slope(A, alpha, index, free, lower)
-        out = torch.where(A >= 0, slope, upper).mul_(A)
-        constant = dot(A.clamp(max=0), intercept)
-        ctx.save_for_backward(A, alpha, index, free, lower, upper, intercept)
-        return out, constant
+    def forward(ctx, A, alpha, packing, lower, upper, intercept):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(A, alpha, *(packing or ()), lower, upper, intercept)
+        return _relu_step(A, alpha, packing, lower, upper, intercept)
 
     @staticmethod
     def backward(ctx, g_out, g_constant):  # type: ignore[no-untyped-def]
-        A, alpha, index, free, lower, upper, intercept = ctx.saved_tensors
-        slope = _relu_slope(A, alpha, index, free, lower)
-        positive = A >= 0
-        g_A = torch.where(positive, slope, upper).mul_(g_out)
-        g_A = g_A.addcmul_(g_constant[:, None], torch.where(positive, 0.0, intercept))
-        g_alpha = g_out.index_select(1, index).mul_(A.index_select(1, index).clamp(min=0)).mul_(free)
-        return g_A, g_alpha, None, None, None, None, None
+        A, alpha, *packing, lower, upper, intercept = ctx.saved_tensors
+        positive = torch.ge(A, 0, out=torch.empty_like(A))
+        g_alpha = None
+        if alpha is None:
+            g_A = positive * lower
+        else:
+            index, free, _ = packing
+            g_A = _relu_slope(alpha, packing, lower, A.shape).mul_(positive)
+            g_alpha = g_out.index_select(1, index).mul_(A.index_select(1, index).clamp(min=0)).mul_(free)
+        negative = positive.neg_().add_(1)
+        g_A = g_A.addcmul_(negative, upper).mul_(g_out)
+        g_A = g_A.addcmul_(g_constant[:, None], negative.mul_(intercept))
+        return g_A, g_alpha, None, None, None, None
 
 
-def _relu_slope(A: Tensor, alpha: Tensor, index: Tensor, free: Tensor, lower: Tensor) -> Tensor:
-    """Lower slopes of all rows: the fixed ones, with alpha where free."""
-    packed = torch.where(free, alpha, lower.index_select(1, index))
-    if len(index) == A.shape[1]:
+def _relu_step(
+    A: Tensor, alpha: Tensor | None, packing: Sequence[Tensor] | None, lower: Tensor, upper: Tensor, intercept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows behind a ReLU, and the constants they pick up; see `_ReluStep`."""
+    rising = A.clamp(min=0)
+    if alpha is None or packing is None:
+        out = rising.mul_(lower)
+    else:
+        out = _relu_slope(alpha, packing, lower, A.shape).mul_(rising)
+    falling = torch.clamp(A, max=0, out=rising) if out is not rising else A.clamp(max=0)
+    return out.addcmul_(falling, upper), dot(falling, intercept)
+
+
+def _relu_slope(alpha: Tensor, packing: Sequence[Tensor], lower: Tensor, shape: torch.Size) -> Tensor:
+    """Lower slopes of all rows, a new tensor: the fixed ones, with alpha where free."""
+    index, free, fixed = packing
+    packed = torch.addcmul(fixed, alpha, free)
+    if len(index) == shape[1]:
         return packed  # every neuron is free somewhere: packing is the identity
-    return lower.expand(A.shape).index_copy(1, index, packed)
+    return lower.expand(shape).index_copy(1, index, packed)
 
 
 def dot(A: Tensor, table: Tensor) -> Tensor:
@@ -157,11 +179,15 @@ class RelaxedActivation:
         if not isinstance(lower, SlopeLine) or not isinstance(upper, FixedLine) or upper.intercept is None:
             raise TypeError("the lean path is for ReLU only")
         slope, chord, intercept = (rows_of(table, owner) for table in (lower.slope, upper.slope, upper.intercept))
-        if "lower" not in alpha:
-            return torch.where(A >= 0, slope, chord) * A, dot(A.clamp(max=0), intercept)
-        index = self.free["lower"]
-        free = rows_of(lower.free.index_select(1, index), owner)
-        return _ReluStep.apply(A, alpha["lower"], index, free, slope, chord, intercept)  # type: ignore[no-any-return]
+        given, packing = alpha.get("lower"), None
+        if given is not None:
+            index = self.free["lower"]
+            free = lower.free.index_select(1, index).to(A.dtype)
+            fixed = lower.slope.index_select(1, index) * (1 - free)
+            packing = (index, rows_of(free, owner), rows_of(fixed, owner))
+        if torch.is_grad_enabled() and (A.requires_grad or (given is not None and given.requires_grad)):
+            return _ReluStep.apply(A, given, packing, slope, chord, intercept)  # type: ignore[no-any-return]
+        return _relu_step(A, given, packing, slope, chord, intercept)
 
     def _push_lines(self, A: Tensor, owner: Tensor | None, alpha: Alpha) -> tuple[Tensor, Tensor]:
         positive, negative = A.clamp(min=0), A.clamp(max=0)

@@ -147,7 +147,7 @@ def divide(graph: BoundGraph | None, compile_for: Compile, comm: Comm) -> Divisi
             raise ParverifyError("a group of one has nobody to get the network from")
         placement = compile_for(graph, 0, 1)
         return Division(graph, placement, {}, comm, (placement,))
-    sent = None if graph is None else pickle.dumps(_skeleton(graph))
+    sent = None if graph is None else pickle.dumps(bare(graph))
     skeleton: BoundGraph = check(pickle.loads(comm.broadcast_bytes(sent, 0)))  # from our own rank 0
     placements = tuple(compile_for(skeleton, rank, comm.size) for rank in range(comm.size))
     held: Held = {}
@@ -166,7 +166,7 @@ def divide(graph: BoundGraph | None, compile_for: Compile, comm: Comm) -> Divisi
     return Division(skeleton, placements[comm.rank], held, comm, placements)
 
 
-def _skeleton(graph: BoundGraph) -> BoundGraph:
+def bare(graph: BoundGraph) -> BoundGraph:
     """The graph with nothing but shapes of the weights that are divided."""
     divided = set(divided_constants(graph))
     constants = {

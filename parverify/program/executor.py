@@ -38,7 +38,7 @@ from parverify.program.steps import (
     weighted_nodes,
 )
 from parverify.program.sweep import Splits, Sweep, Swept
-from parverify.program.weights import Map, Weights, collect_channels
+from parverify.program.weights import Weights, collect_channels, mapped
 
 
 class Executor:
@@ -86,6 +86,7 @@ class Executor:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.weights = Weights(self.graph, self.placement, placed, self.comm, like)
         self._divided = divided
+        self._roles: dict[str, Consts] = {}
 
     @functools.cache  # noqa: B019  (an executor lives as long as its run)
     def program(self, start: str, *, one_hot: bool = False) -> Program:
@@ -94,7 +95,10 @@ class Executor:
 
     def constants(self, node: Node) -> Consts:
         """Role -> tensor of a node's constants that are whole on this rank."""
-        return {role: self._constants[name] for role, name in node.consts.items() if name not in self._divided}
+        if node.name not in self._roles:
+            whole = {role: name for role, name in node.consts.items() if name not in self._divided}
+            self._roles[node.name] = {role: self._constants[name] for role, name in whole.items()}
+        return self._roles[node.name]
 
     @functools.cache  # noqa: B019
     def offset(self, node: Node) -> Tensor:
@@ -268,7 +272,7 @@ class Executor:
 
     def _forward(self, node: Node, xs: Sequence[Tensor], absolute: Sequence[bool] | None = None) -> list[Tensor]:
         lowering = self.placement.lowerings[node.name]
-        return list(Map.apply(self.weights, node, (lowering.forward, lowering.back, True), absolute, *xs))  # type: ignore[no-untyped-call]
+        return mapped(self.weights, node, (lowering.forward, lowering.back, True), absolute, xs)
 
     def interval(self, node: Node, boxes: Sequence[Box]) -> tuple[Box, Tensor | None]:
         """The box of a node's value from its inputs' boxes, (D, *shape), and the node's magnitudes.

@@ -24,7 +24,7 @@ from parverify.parallel.collectives import copy, total
 from parverify.parallel.comm import Comm
 from parverify.program.rows import Dense, OneHot, Picked, Rows
 from parverify.program.steps import Affine
-from parverify.program.weights import Map
+from parverify.program.weights import mapped
 
 if TYPE_CHECKING:
     from parverify.program.executor import Executor
@@ -123,7 +123,8 @@ class Sweep:
         self._waiting: dict[str, list[Tensor]] = {}
         like = rows.sign if isinstance(rows, OneHot) else rows.A
         self.sums = Sums(like, len(rows), weighed=weighed)
-        self._partial = Sums(like, len(rows), weighed=weighed)  # of channels that only this rank has
+        # of channels that only this rank has
+        self._partial = Sums(like, len(rows), weighed=weighed) if executor.placement.channels else self.sums
         self.picked = isinstance(rows, Picked)
         if isinstance(rows, Dense):
             self.sums.add(rows.constant)
@@ -180,7 +181,7 @@ class Sweep:
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
         if step.inner and not executor.live:
-            parts = list(Map.apply(executor.weights, node, (step.inner, step.adjoint, False), None, A))
+            parts = mapped(executor.weights, node, (step.inner, step.adjoint, False), None, [A])
             constant = self._bias(node, consts, A)
         else:
             parts, constant = rule.backward(node, consts, A)
@@ -225,5 +226,7 @@ class Sweep:
 
     def total(self, value: Tensor) -> Tensor:
         """Concretized rows plus constants, less what rounding may have added; no number is no bound."""
-        lower = value + self.sums.constant - row_slack(value.dtype) * self.sums.mass
-        return torch.where(lower.isnan() | (lower == torch.inf), -torch.inf, lower)
+        lower = value + self.sums.constant
+        if self._weighed:
+            lower = lower - row_slack(value.dtype) * self.sums.mass
+        return lower.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)

@@ -19,8 +19,9 @@ from torch import Tensor
 from parverify.errors import ParverifyError
 from parverify.graph.ir import BoundGraph, Node
 from parverify.ops.places import places_in_rounds
-from parverify.ops.weighted import Part, Piece, channel_dim, channel_of, out_channels, pick, piece_of, pull, push
+from parverify.ops.weighted import Part, Piece, channel_dim, channel_of, out_channels, pick, piece_of, whole
 from parverify.parallel.comm import Comm, Pending
+from parverify.program.products import Result, Sum
 from parverify.program.steps import (
     Broadcast,
     Collect,
@@ -81,6 +82,8 @@ class Weights:
         self._loaded: dict[str, dict[Piece, tuple[Tensor, _Slot | None]]] = {}
         self._arriving: dict[str, list[_Arriving]] = {}
         self._slots: list[_Slot] = []
+        self._views: dict[tuple[str, Part], Tensor] = {}  # of what stays here, found before
+        self._sums: dict[int, tuple[Node, tuple[Inner, ...], Sum]] = {}
 
     def tensors(self) -> list[Tensor]:
         """What stays on this rank."""
@@ -100,14 +103,17 @@ class Weights:
         Raises:
             ParverifyError: the program multiplies what it has not loaded.
         """
+        known = self._views.get((node.name, part))
+        if known is not None:
+            return known
         name, wanted = self._name(node.name), piece_of(node, part)
-        loaded = {piece: tensor for piece, (tensor, _) in self._loaded.get(name, {}).items()}
-        for pieces in (self._held.get(name, {}), loaded):
-            if wanted in pieces:
-                return pieces[wanted]
-            for piece, tensor in pieces.items():
-                if piece.covers(wanted):
-                    return wanted.within(piece).of(tensor)
+        for piece, tensor in self._held.get(name, {}).items():
+            if piece.covers(wanted):
+                view = self._views[node.name, part] = wanted.within(piece).of(tensor)
+                return view
+        for piece, (tensor, _) in self._loaded.get(name, {}).items():
+            if piece.covers(wanted):
+                return wanted.within(piece).of(tensor)
         raise ParverifyError(f"node {node.name}: part {part} of its weight is not on rank {self._placement.rank}")
 
     def _largest(self) -> int:
@@ -214,8 +220,16 @@ class Weights:
 
     # --- products -------------------------------------------------------------------------------------------------
 
+    def _sum(self, node: Node, steps: tuple[Inner, ...]) -> Sum:
+        """What a product's steps add up to. They are the same object each time, and a hash of them takes longer."""
+        known = self._sums.get(id(steps))
+        if known is None or known[0] is not node:
+            made = Sum(node, [step for step in steps if isinstance(step, Product)])
+            known = self._sums[id(steps)] = (node, steps, made)  # `steps` stay alive, so that their id stays theirs
+        return known[2]
+
     def run(
-        self, node: Node, steps: Sequence[Inner], xs: Sequence[Tensor], absolute: Sequence[bool] | None = None
+        self, node: Node, steps: tuple[Inner, ...], xs: Sequence[Tensor], absolute: Sequence[bool] | None = None
     ) -> list[Tensor]:
         """Execute the inner steps of a product on each of `xs`.
 
@@ -226,8 +240,8 @@ class Weights:
             absolute: which of them meet the magnitudes of the weight.
         """
         flags = list(absolute or [False] * len(xs))
-        multiplied = [step for step in steps if isinstance(step, Product)]
-        currents, results = list(xs), [_Result(node, multiplied) for _ in xs]
+        made = self._sum(node, steps)
+        currents, results = list(xs), [Result(made) for _ in xs]
         first = None
         for step in steps:
             if isinstance(step, Slice):
@@ -244,7 +258,7 @@ class Weights:
                     self._comm.all_reduce(result.contiguous()).wait()
             elif isinstance(step, Collect):
                 for result in results:
-                    result.tensor = collect_channels(self._comm, result.tensor, result.dim, step.sizes)
+                    result.tensor = collect_channels(self._comm, result.tensor, made.dim, step.sizes)
             else:
                 self.load(step)
         return [result.tensor for result in results]
@@ -259,6 +273,9 @@ class Weights:
     def pick(self, node: Node, steps: Sequence[Inner], index: Tensor, sign: Tensor) -> Tensor:
         """Rows on the node's input from one-hot rows `sign * value.flatten()[index]`, (N,) each."""
         multiplied = [step for step in steps if isinstance(step, Product)]
+        everything = self._held.get(self._name(node.name), {}).get(piece_of(node, whole(node)))
+        if everything is not None and len(multiplied) == len(steps):
+            return pick(node, everything, index, sign)
         low, high = min(step.part.into[0] for step in multiplied), max(step.part.into[1] for step in multiplied)
         dim, shape = channel_dim(node) + 1, [len(index), *node.attrs["in_shapes"][0]]
         shape[dim] = high - low
@@ -305,71 +322,6 @@ def collect_channels(comm: Comm, tensor: Tensor, dim: int, sizes: Sequence[int])
     return torch.cat(kept).movedim(0, dim)
 
 
-class _Result:
-    """What products add up to, with the channels that they give."""
-
-    def __init__(self, node: Node, multiplied: Sequence[Product]) -> None:
-        self._node = node
-        self._pushing = multiplied[0].kind == "push"
-        self.dim = channel_dim(node) + 1
-        given = [step.part.into if self._pushing else step.part.out for step in multiplied]
-        taken = [step.part.out if self._pushing else step.part.into for step in multiplied]
-        self._given = (min(a for a, _ in given), max(b for _, b in given))
-        self._taken = min(a for a, _ in taken)
-        self._tensor: Tensor | None = None
-
-    @property
-    def tensor(self) -> Tensor:
-        """The sum; zero where nothing was added."""
-        if self._tensor is None:
-            raise ParverifyError(f"node {self._node.name}: the program multiplies nothing")
-        return self._tensor
-
-    @tensor.setter
-    def tensor(self, value: Tensor) -> None:
-        self._tensor = value
-
-    def contiguous(self) -> Tensor:
-        """The sum, made contiguous in place."""
-        self._tensor = self.tensor.contiguous()
-        return self._tensor
-
-    def add(self, step: Product, weight: Tensor, x: Tensor, first: int | None) -> None:
-        """Add one part's product.
-
-        Args:
-            step: which part.
-            weight: its piece.
-            x: what is multiplied.
-            first: the first channel of x, where it was sliced.
-        """
-        taken, given = (step.part.out, step.part.into) if self._pushing else (step.part.into, step.part.out)
-        start = taken[0] - (self._taken if first is None else first)
-        some = x.narrow(self.dim, start, taken[1] - taken[0])
-        if self._tensor is None:
-            if given == self._given:
-                self._tensor = self._multiply(weight, some)
-                return
-            self._tensor = self._start(x)
-        target = self._tensor.narrow(self.dim, given[0] - self._given[0], given[1] - given[0])
-        if not self._pushing:
-            target.copy_(self._multiply(weight, some))  # parts give different output channels
-        elif self._node.op == "linear" and given == self._given:
-            flat = self._tensor.view(-1, self._tensor.shape[-1])
-            flat.addmm_(some.reshape(-1, some.shape[-1]), weight)
-        else:
-            target.add_(self._multiply(weight, some))
-
-    def _multiply(self, weight: Tensor, x: Tensor) -> Tensor:
-        return push(self._node, weight, x) if self._pushing else pull(self._node, weight, x)
-
-    def _start(self, x: Tensor) -> Tensor:
-        """What parts are added to, or written into, that give some of the channels each."""
-        shape = [x.shape[0], *(self._node.attrs["in_shapes"][0] if self._pushing else self._node.shape)]
-        shape[self.dim] = self._given[1] - self._given[0]
-        return x.new_zeros(shape) if self._pushing else x.new_empty(shape)
-
-
 class Map(torch.autograd.Function):
     """The inner steps of a product as a differentiable function of rows or values.
 
@@ -390,3 +342,17 @@ class Map(torch.autograd.Function):
         if replicated and any(isinstance(step, Shift) for step in adjoint):
             found = weights.from_first(found)
         return (None, None, None, None, *found)
+
+
+def mapped(
+    weights: Weights, node: Node, steps: Any, absolute: Sequence[bool] | None, xs: Sequence[Tensor]
+) -> list[Tensor]:
+    """`Map` of rows or values; where no gradient flows, without autograd's share of the time.
+
+    Args:
+        weights, node, absolute, xs: as for `Weights.run`.
+        steps: what to run, its adjoint, and whether the values are replicated.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        return list(Map.apply(weights, node, steps, absolute, *xs))  # type: ignore[no-untyped-call]
+    return weights.run(node, steps[0], xs, absolute)
