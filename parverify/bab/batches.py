@@ -1,14 +1,12 @@
 """Which domains a batch holds: as many as take about a second, packed by what they are predicted to cost.
 
-A domain's cost is some seconds, and some more for every unit of its column `cost` (rows times depth); both are fitted
-to the batches so far. So batches take alike long whether their domains are costly or cheap (FlowTrain,
-arXiv:2606.23087).
+A domain takes some seconds, and some more for every unit of its column `cost` (rows times depth); both are fitted to
+the batches so far. So batches take alike long whether their domains are costly or cheap (FlowTrain, arXiv:2606.23087).
 """
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from parverify.bab.domains import Domains, Pool
@@ -22,10 +20,15 @@ class Prediction:
 
     def __init__(self) -> None:
         self._products, self._seconds = np.zeros((2, 2)), np.zeros(2)
-        self.base, self.each = 1.0, 0.0  # before anything is measured all are alike
+        self.base, self.each = 0.0, 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return self.base > 0 or self.each > 0
 
     def of(self, cost: Tensor) -> Tensor:
-        """(D,) predicted seconds, up to a factor as long as nothing is known."""
+        """(D,) predicted seconds."""
         return self.base + self.each * cost
 
     def learn(self, cost: Tensor, seconds: float) -> None:
@@ -48,32 +51,30 @@ class Prediction:
 class BatchSize:
     """How many children are bounded at once: what takes about a second, and half of it when memory runs out.
 
-    Short batches keep the search responsive: the clock, candidates and the order of the pool act between batches. The
-    size is a number of average domains; there are fewer costly ones in a batch, or up to twice as many cheap ones.
+    Short batches keep the search responsive: the clock, candidates and the order of the pool act between batches. As
+    soon as a batch has been measured, the next ones hold no more than what is predicted to take as long as they should.
 
     Args:
-        size: to start with.
+        size: of the largest batch, to start with.
         most: what the memory allows.
         fixed: never change it (except when memory runs out).
         ranks: that bound every batch together; one that runs out of memory alone can't change what the others do.
         pace: factor on how long a batch may take.
     """
 
-    SHORT, LONG = 0.4, 1.2  # seconds
+    SHORT, AIM, LONG = 0.4, 0.8, 1.2  # seconds
 
     def __init__(self, size: int, most: int, *, fixed: bool = False, ranks: int = 1, pace: float = 1.0) -> None:
         self._most, self._fixed, self._ranks, self._pace = most, fixed, ranks, pace
         self._predicted = Prediction()
-        self._mean: float | None = None  # cost of a domain, over the last batches
         self.size = max(1, min(size, most))
 
     def pop(self, pool: Pool) -> Domains:
-        """The domains whose children are the next batch."""
+        """The domains whose halves are the next batch."""
         half = max(1, self.size // 2)
-        if self._fixed or self._mean is None:
+        if self._fixed or not self._predicted.known:
             return pool.pop_batch(half)
-        load = half * float(self._predicted.of(torch.tensor(self._mean)))
-        return pool.pop_batch(max(1, min(self.size, self._most // 2)), self._predicted.of, load)
+        return pool.pop_batch(half, self._predicted.of, self._pace * self.AIM / 2)
 
     def halve(self) -> None:
         """After an out-of-memory error.
@@ -85,12 +86,10 @@ class BatchSize:
             raise ResourceError("out of memory while ranks work together", "give --memory, or use more ranks")
         self._most = self.size = max(1, self.size // 2)
 
-    def learn(self, domains: Domains, seconds: float) -> None:
-        """What the domains of a batch took."""
-        cost = domains.cost
-        self._predicted.learn(cost, seconds)
-        mean = float(cost.mean())
-        self._mean = mean if self._mean is None else 0.8 * self._mean + 0.2 * mean
+    def learn(self, children: Domains, seconds: float) -> None:
+        """What a batch took."""
+        if len(children):
+            self._predicted.learn(children.cost, seconds)
 
     def adapt(self, children: int, seconds: float) -> None:
         """After a batch of `children` that took `seconds`."""

@@ -191,7 +191,7 @@ def _bound(space: Space, pool: Pool, state: Search, turns: Turns, batch: BatchSi
         turns.arrived(Stage.SEARCH, len(bounded.domains))
         turns.arrived(Stage.LEAF, len(stuck))
         seconds = turns.clock.now() - began
-        batch.learn(domains, seconds)
+        batch.learn(children, seconds)
         batch.adapt(len(children), seconds)
         turns.note(children, bounded.closed, pool)
     return True

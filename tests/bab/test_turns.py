@@ -80,16 +80,18 @@ def test_predictions_are_never_negative() -> None:
         alike.learn(torch.full((4,), 5.0), seconds)
     assert (falling.each, alike.each) == (0.0, 0.0)
     assert falling.base > 0
+    assert falling.known
+    assert not Prediction().known
 
 
-def test_batches_of_costly_domains_are_smaller_and_of_cheap_ones_larger() -> None:
-    batch, pool = BatchSize(8, 64), Pool(memory=1 << 20)
-    for cost in ([10.0] * 4, [1.0] * 4, [5.0, 6.0]):
-        batch.learn(domains(len(cost), cost), sum(cost))  # the mean is about 8 afterwards
-    pool.push(domains(16, [15.0] * 4 + [1.0] * 12))
-    assert len(batch.pop(pool)) == 2
-    assert len(batch.pop(pool)) == 2
-    assert len(batch.pop(pool)) == 8  # twice the usual number
+def test_a_batch_takes_as_long_as_it_should_whatever_its_domains_cost() -> None:
+    batch, pool = BatchSize(256, 256), Pool(memory=1 << 20)
+    for count, cost in [(10, 1.0), (10, 9.0), (30, 3.0)]:
+        batch.learn(domains(count, [cost] * count), 0.005 * count * cost)
+    for cost, expected in [(1.0, 80), (4.0, 20), (1000.0, 1), (0.01, 128)]:
+        pool.push(domains(300, [cost] * 300))
+        assert len(batch.pop(pool)) == pytest.approx(expected, abs=1), cost  # their halves take 0.8 s
+        pool.pop(len(pool))
 
 
 def test_a_fixed_size_of_batches_knows_no_costs() -> None:
