@@ -25,7 +25,7 @@ class Relu(Activation):
     def relax(self, l: Tensor, u: Tensor) -> Lines:
         unstable = (l < 0) & (u > 0)
         active = (l >= 0) & (u >= l)
-        default = torch.where(unstable, (u > -l).to(l.dtype), active.to(l.dtype))
+        default = (((u > -l) & unstable) | active).to(l.dtype)
         return Lines(SlopeLine(unstable, default), _chord(l, u, unstable, active))
 
     def split_point(self, l: Tensor, u: Tensor) -> Tensor:
@@ -41,17 +41,16 @@ class Relu(Activation):
 
 def _chord(l: Tensor, u: Tensor, unstable: Tensor, active: Tensor) -> FixedLine:
     """`u / (u - l) * (x - l)` where unstable, exact where stable, nothing known where the bounds are no numbers."""
-    one, zero = torch.ones_like(l), torch.zeros_like(l)
-    known = unstable & (u - l).isfinite()
-    low = torch.where(known, l, -one)
-    high = torch.where(known, u, one)
+    known = unstable & (u - l < torch.inf)
+    low = torch.where(known, l, -1.0)
+    high = torch.where(known, u, 1.0)
     high = torch.maximum(high, low + MIN_WIDTH)
     chord = high / (high - low)
     # The rounded chord may pass below (u, u) by an ulp of u.
     lifted = 2 * torch.finfo(l.dtype).eps * high - chord * low
     # A chord that underflows carries no digits: the constant line at the top takes its place.
     flat = chord < torch.finfo(l.dtype).tiny
-    chord, lifted = torch.where(flat, zero, chord), torch.where(flat, high, lifted)
-    slope = torch.where(known, chord, torch.where(active, one, zero))
+    chord, lifted = torch.where(flat, 0.0, chord), torch.where(flat, high, lifted)
+    slope = torch.where(known, chord, active.to(l.dtype))
     stable = active | ((u <= 0) & (l <= u))
-    return FixedLine(slope, torch.where(known, lifted, torch.where(stable, zero, torch.inf)))
+    return FixedLine(slope, torch.where(known, lifted, torch.zeros_like(l).masked_fill_(~stable, torch.inf)))
