@@ -31,6 +31,9 @@ from parverify.program.steps import Affine
 from parverify.program.sweep import Sweep
 from parverify.strategy.directives import Strategy
 
+TILE_BYTES = 256 << 10  # of rows at the widest node: auto_LiRPA's networks are small, and so is the work beside weights
+SHARDED_TILE_BYTES = 128 << 10  # where weights are divided, because then memory is what counts
+
 
 @dataclass(frozen=True)
 class Found:
@@ -60,6 +63,8 @@ class Divided:
     def __init__(self, graph: BoundGraph, bounded: Any, strategy: Strategy, comm: Comm, ulps: float) -> None:
         self.division: Division = divide_in_place(graph, bounded, strategy, comm)
         self._ulps = ulps
+        sharded = comm.size > 1 and any(hasattr(node, "layout") for node in bounded._modules.values())
+        self._tile_bytes, self._least = (SHARDED_TILE_BYTES, 32) if sharded else (TILE_BYTES, 64)
         self._executors: dict[tuple[torch.dtype, torch.device], Executor] = {}
         self._tiles: dict[torch.dtype, int] = {}
 
@@ -78,11 +83,14 @@ class Divided:
     def _tile(self, executor: Executor) -> int:
         """Rows pushed at once, the same on all ranks."""
         if executor.dtype not in self._tiles:
-            wanted, itemsize = executor.placement.tile, executor.dtype.itemsize
-            self._tiles[executor.dtype] = from_first(
-                executor.comm, lambda: make_budget(self.graph, memory=None, itemsize=itemsize).tile(wanted)
-            )
+            self._tiles[executor.dtype] = from_first(executor.comm, lambda: self._fitting(executor))
         return self._tiles[executor.dtype]
+
+    def _fitting(self, executor: Executor) -> int:
+        wanted = executor.placement.tile
+        budget = make_budget(self.graph, memory=None, itemsize=executor.dtype.itemsize)
+        most = max(self._least, self._tile_bytes // budget.widest_bytes)
+        return budget.tile(wanted) if wanted else min(budget.tile(), most)
 
     def bounds(self, request: Request) -> Found:
         """What a call asks for; every rank calls this with the same request and gets the same."""
