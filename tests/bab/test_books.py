@@ -209,11 +209,11 @@ def test_a_domain_that_is_lost_is_an_error_and_no_verdict(monkeypatch: pytest.Mo
 
     push, lost = Pool.push, []
 
-    def losing(pool: Pool, domains: Domains) -> None:
+    def losing(pool: Pool, domains: Domains, *, leaves: bool = False) -> None:
         if len(domains) > 4 and not lost:
             lost.append(len(domains))
             domains = domains.slice(1, len(domains))
-        push(pool, domains)
+        push(pool, domains, leaves=leaves)
 
     monkeypatch.setattr(Pool, "push", losing)
     with pytest.raises(LedgerError, match="neither closed nor open"):
