@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from parverify.errors import UsageError
+from parverify.errors import UsageError, why
 
 METHODS = ("auto", "ibp", "crown-ibp", "crown", "alpha-crown", "beta-crown")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "float64")
 INTERMS = ("rows", "ibp")
+MOST_RANKS = 1024
 _SEE = "see docs/config.md for what is allowed"
+# Beyond these a number does not fit the types that torch and numpy compute with.
+_MOST = {int: 2**31 - 1, float: 1e9}
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -46,10 +49,18 @@ def parse_memory(text: str | int) -> int:
 
 
 def _option(
-    default: Any, *, choices: Sequence[str] = (), least: float | None = None, above: float | None = None
+    default: Any,
+    *,
+    choices: Sequence[str] = (),
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
 ) -> Any:
-    """A dataclass field with what is allowed: one of `choices`, `>= least`, or `> above`."""
-    return field(default=default, metadata={"choices": tuple(choices), "least": least, "above": above})
+    """A dataclass field with what is allowed: one of `choices`, `>= least` or `> above`, and `<= most`.
+
+    Without `most` a number is at most what `_MOST` says of its type.
+    """
+    return field(default=default, metadata={"choices": tuple(choices), "least": least, "above": above, "most": most})
 
 
 def _check_value(section: Any, item: dataclasses.Field[Any]) -> None:
@@ -59,13 +70,22 @@ def _check_value(section: Any, item: dataclasses.Field[Any]) -> None:
         return
     if not _has_type(value, _optional(kind) or kind):
         raise UsageError(f"setting {item.name}: {value!r} is not of type {_type_name(kind)}", _SEE)
-    choices, least, above = (item.metadata.get(key) for key in ("choices", "least", "above"))
+    choices = item.metadata.get("choices")
     if choices and value not in choices:
-        raise UsageError(f"setting {item.name}: {value!r} is not one of {', '.join(choices)}")
+        raise UsageError(f"setting {item.name}: {value!r} is not one of {', '.join(choices)}", _SEE)
+    _check_range(item, value, _optional(kind) or kind)
+
+
+def _check_range(item: dataclasses.Field[Any], value: Any, kind: type) -> None:
+    """Raise `UsageError` unless a number is in the field's range."""
+    least, above, most = (item.metadata.get(key) for key in ("least", "above", "most"))
     if least is not None and not (least <= value < math.inf):
         raise UsageError(f"setting {item.name}: {value!r} is not a finite number >= {least}", _SEE)
     if above is not None and not (above < value < math.inf):
         raise UsageError(f"setting {item.name}: {value!r} is not a finite number > {above}", _SEE)
+    limit = most or _MOST.get(kind)
+    if limit is not None and value > limit:
+        raise UsageError(f"setting {item.name}: {value!r} is more than {limit}, the most that is allowed", _SEE)
 
 
 def _optional(kind: Any) -> Any:
@@ -184,11 +204,11 @@ class ParallelSettings(_Section):
             ones, up to a group a rank where the memory allows the whole network on each.
     """
 
-    nproc: int = _option(1, least=1)
+    nproc: int = _option(1, least=1, most=MOST_RANKS)
     strategy: str = _option("auto")
     interm: str | None = _option(None, choices=INTERMS)
     prefetch: bool | None = _option(None)
-    groups: int = _option(0, least=0)
+    groups: int = _option(0, least=0, most=MOST_RANKS)
 
 
 @dataclass(frozen=True)
@@ -210,8 +230,8 @@ class Settings(_Section):
     method: str = _option("auto", choices=METHODS)
     device: str = _option("cpu", choices=DEVICES)
     dtype: str = _option("float32", choices=DTYPES)
-    memory: int | None = _option(None, above=0)
-    seed: int = _option(0, least=0)
+    memory: int | None = _option(None, above=0, most=2**60)
+    seed: int = _option(0, least=0, most=2**63 - 1)
     alpha: AlphaSettings = AlphaSettings()
     beta: BetaSettings = BetaSettings()
     branching: BranchingSettings = BranchingSettings()
@@ -243,9 +263,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         document = toml_loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(
-            f"can't read the configuration {path}: {error.strerror or error}", "name a TOML file"
-        ) from error
+        raise UsageError(f"can't read the configuration {path}: {why(error)}", "name a TOML file") from error
     except ValueError as error:  # malformed TOML and malformed UTF-8 alike
         raise UsageError(f"{path} is not TOML: {error}", "see docs/config.md for an example") from error
     found: dict[str, Any] = {}

@@ -1,10 +1,13 @@
 """Every failure that a user can cause or must know of, one class a kind, each with an exit code.
 
-A message is one line: what was wrong, where, what is allowed; `hint` says what to try next.
-Nothing here ever turns into a verdict of `sat` or `unsat`.
+A message is one line: what was wrong, where, what is allowed; `hint` says what to try next, and where none is given
+the kind of failure has one (`usual_hint`), so that no error leaves a user without. Nothing here ever turns into a
+verdict of `sat` or `unsat`.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 
 class ParverifyError(Exception):
@@ -16,6 +19,7 @@ class ParverifyError(Exception):
     """
 
     exit_code = 20
+    usual_hint: ClassVar[str | None] = "nothing is concluded from it; -v says what happened before"
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -23,19 +27,36 @@ class ParverifyError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return self.message if self.hint is None else f"{self.message}; hint: {self.hint}"
+        quoted = "; hint: " in self.message  # it quotes another error
+        hint = self.hint or (None if quoted else self.usual_hint)
+        return self.message if hint is None else f"{self.message}; hint: {hint}"
+
+
+def one_line(text: str) -> str:
+    """A text as one line that a terminal shows as it is: single spaces, and escapes for what can't be printed."""
+    words = " ".join(text.split())
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in words)
+
+
+def why(error: Exception) -> str:
+    """Why a file can't be read or written, without its name, which the message around it has."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 class UsageError(ParverifyError):
     """An option, a configuration key or a file name that is not allowed."""
 
     exit_code = 2
+    usual_hint = "`parverify COMMAND --help` lists the options, docs/cli.md and docs/config.md say what is allowed"
 
 
 class ModelError(ParverifyError):
     """The network can't be read, or what was read does not equal the original."""
 
     exit_code = 21
+    usual_hint = (
+        "MODEL is an ONNX network with one input and one output tensor; `parverify supports` says what it may use"
+    )
 
 
 class UnsupportedOperatorError(ModelError):
@@ -61,6 +82,9 @@ class SpecError(ParverifyError):
     """
 
     exit_code = 23
+    usual_hint = (
+        "SPEC is VNN-LIB 1.0 about the network's flat inputs X_i and outputs Y_i, with finite bounds on all X_i"
+    )
 
     def __init__(self, message: str, *, line: int | None = None, column: int | None = None, hint: str | None = None):
         self.line, self.column = line, column
@@ -72,16 +96,20 @@ class ResourceError(ParverifyError):
     """Nothing fits the memory budget."""
 
     exit_code = 24
+    usual_hint = "give more by --memory, or divide the network over more ranks by --nproc"
 
 
 class StoppedError(ParverifyError):
     """Work was given up because another rank has decided the run; never shown to a user."""
+
+    usual_hint = None
 
 
 class OutOfTimeError(ParverifyError):
     """The clock ran out inside a phase; the run ends as `timeout`."""
 
     exit_code = 12
+    usual_hint = None
 
 
 class DisagreementError(ParverifyError):
@@ -107,3 +135,4 @@ class LostRankError(ParverifyError):
     """Communication failed, most likely because another rank is gone; that rank's own end says more."""
 
     exit_code = 20
+    usual_hint = "with --journal and --restarts lost ranks are started again"

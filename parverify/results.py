@@ -80,8 +80,8 @@ class AtomicFile:
     def __init__(self, path: str | Path, *, option: str = "the file") -> None:
         self.path = Path(os.path.realpath(path))
         self._option = option
-        if not str(path):
-            raise UsageError(f"{option}: the name is empty", "name a file")
+        if str(path) in ("", "-"):
+            raise UsageError(f"{option}: {'the name is empty' if not str(path) else '- is no file'}", "name a file")
         try:
             if self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode):
                 raise UsageError(f"{option}: {path} is not a regular file", "name a file, not a folder or a device")

@@ -6,15 +6,20 @@ raised on purpose ends as one line `error: ...; hint: ...` on stderr and the exi
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
+from parverify.cli.outcome import Outcome
+from parverify.cli.streams import drop_stdout, open_streams, reader_gone, to_stdout
+from parverify.cli.work import Boundary
 from parverify.errors import ParverifyError, UsageError
 
 COMMANDS = {
@@ -68,24 +73,30 @@ class LazyGroup(click.Group):
         """Run, print errors as one line, and exit with the documented code."""
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         standalone = extra.pop("standalone_mode", True)
-        try:
+        code: Any = 0
+        with Boundary(verbose=False) as boundary, to_stdout():
             code = super().main(arguments, prog_name, standalone_mode=False, **extra)
-        except click.ClickException as error:
-            message = " ".join(error.format_message().split()).rstrip(".")
-            code = _report(UsageError(message, None if "; hint: " in message else _help_hint(error)))
-        except (click.Abort, KeyboardInterrupt):
-            code = _report(ParverifyError("interrupted"))
-        except ParverifyError as error:
-            code = _report(error)
+        if boundary.error is not None:
+            code = _end(boundary.error, verbose="-v" in arguments or "--verbose" in arguments)
         if not standalone:
             return code
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _report(error: ParverifyError) -> int:
-    """Print the one line and give the exit code."""
-    click.echo(f"error: {' '.join(str(error).split())}", err=True)
-    return error.exit_code
+def _end(error: BaseException, *, verbose: bool) -> int:
+    """Say in one line what ended a command, after the traceback of a fault if wanted, and give the exit code."""
+    if isinstance(error, SystemExit) and reader_gone():  # so ends click where it writes help to nobody
+        drop_stdout()
+        return 0
+    if isinstance(error, click.ClickException):
+        message = " ".join(error.format_message().split()).rstrip(".")
+        error = UsageError(message, None if "; hint: " in message else _help_hint(error))
+    if verbose and isinstance(error, Exception) and not isinstance(error, ParverifyError | click.Abort):
+        traceback.print_exception(error, file=sys.stderr)
+    outcome = Outcome.of(KeyboardInterrupt() if isinstance(error, click.Abort) else error)
+    with contextlib.suppress(OSError):
+        click.echo(f"{outcome.verdict}: {outcome.reason}", err=True)
+    return outcome.exit_code
 
 
 def _help_hint(error: click.ClickException) -> str:
@@ -123,5 +134,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     from parverify.cli.started import process_started
 
+    open_streams()
     launch = Launch(process_started()) if arguments is None else Launch()
     cli.main(arguments, "parverify", obj=launch)

@@ -25,21 +25,30 @@ from typing import Any
 import click
 
 from parverify.cli.instances import Instance, Record, locate, read_instances, spread
-from parverify.cli.options import Seconds, take_settings
+from parverify.cli.options import Name, Seconds, take_settings
 from parverify.cli.outcome import INTERRUPTED
-from parverify.errors import ParverifyError, UsageError
+from parverify.cli.streams import to_stdout
+from parverify.errors import ParverifyError, UsageError, why
 from parverify.results import AtomicFile, read_verdict
 
 LAUNCHER = (sys.executable, "-m", "parverify")
 _GRACE = 5.0
 _POLL = 0.02
+# Options of `run` that each instance is given here, or that would be the same file for all.
+_OURS = {
+    "timeout": "--timeout", "results_file": "--results-file", "json_file": "--json", "list_file": "--list",
+    "results_dir": "--results-dir", "redo": "--redo", "journal": "--journal", "resume": "--resume",
+    "restarts": "--restarts",
+}  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 
 
 @click.command(short_help="Run a VNN-COMP benchmark folder.")
-@click.argument("folder", metavar="DIR")
+@click.argument("folder", type=Name(), metavar="DIR")
 @click.argument("run_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- RUN_OPTIONS]")
-@click.option("--out", required=True, metavar="DIR", help="Where everything goes; run again with it to resume.")
+@click.option(
+    "--out", type=Name(), required=True, metavar="DIR", help="Where everything goes; run again with it to resume."
+)
 @click.option("--timeout", type=Seconds(), help="Instead of each instance's own.")
 @click.option("--timeout-scale", type=Seconds(), metavar="FACTOR", help="Multiplies each instance's own timeout.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only N instances, evenly spread.")
@@ -53,7 +62,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     even `error`; 11 if interrupted.
     """
     if options["timeout"] and options["timeout_scale"]:
-        raise UsageError("--timeout and --timeout-scale exclude each other")
+        raise UsageError("--timeout and --timeout-scale exclude each other", "give one of them")
     folder, run_options = Path(options["folder"]), list(options["run_options"])
     _check_run_options(run_options)
     instances = [
@@ -68,10 +77,15 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _check_run_options(options: list[str]) -> None:
-    """Raise at once what each `parverify run` would refuse: an option, a setting, one file more."""
+    """Raise at once what each `parverify run` would refuse (an option, a setting, a file), or what is set here."""
     from parverify.cli.run import command as run
 
-    context = run.make_context("run", [*options, "--", "MODEL", "SPEC"])
+    context = run.make_context("parverify run", [*options, "--", "MODEL", "SPEC"])
+    for name, flag in _OURS.items():
+        if context.params[name]:
+            raise UsageError(
+                f"{flag} behind `--`: not for a whole folder", "see 'parverify bench --help' for its options"
+            )
     take_settings(dict(context.params))
 
 
@@ -109,7 +123,7 @@ class Bench:
             for part in ("results", "logs", "json", "records"):
                 (self._out / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--out: can't make {out}: {error.strerror or error}") from error
+            raise UsageError(f"--out: can't make {out}: {why(error)}", "name a folder where you may write") from error
 
     def run(self, instances: Sequence[Instance], *, jobs: int = 1) -> bool:
         """Run what has no record yet; whether all have one now.
@@ -208,7 +222,8 @@ class Bench:
             table.add_row(verdict, str(len(seconds)), f"{seconds[len(seconds) // 2]:.2f}", f"{sum(seconds):.1f}")
         total = sum(record.seconds for record in records)
         table.add_row("all", f"{len(records)} of {len(instances)}", "", f"{total:.1f}")
-        Console(file=sys.stdout).print(table)
+        with to_stdout():
+            Console(file=sys.stdout).print(table)
 
     def _records(self, instances: Sequence[Instance]) -> list[Record]:
         return [record for record in map(self.record, instances) if record is not None]

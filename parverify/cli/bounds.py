@@ -17,6 +17,7 @@ from parverify.cli.files import check_files, keep_inputs
 from parverify.cli.options import settings_options, take_settings, talk_options, timeout_option
 from parverify.cli.outcome import Outcome
 from parverify.cli.run import hard_timeout, lag
+from parverify.cli.streams import to_stdout
 from parverify.cli.supervise import Worker, private_folder, stop_signals, wait
 from parverify.cli.work import DONE, Boundary, Request, perform, rank_count
 from parverify.clock import Clock
@@ -101,7 +102,8 @@ def _bounds(options: dict[str, Any], started: float) -> Outcome:
     if file is not None:
         file.write(to_json(report))
     elif target == "-":
-        click.echo(to_json(report), nl=False)
+        with to_stdout():
+            click.echo(to_json(report), nl=False)
     if not options["quiet"]:
         _print_tables(report)
     return outcome

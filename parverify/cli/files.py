@@ -31,9 +31,11 @@ def check_model(model: str) -> None:
 
 def _problem(path: str) -> str:
     """What is wrong with a file, or nothing."""
+    if not path:
+        return "an empty text is no file name"
     if any(Path(path + ending).is_file() for ending in ("", ".gz")):
         return ""
-    return f"{path} is a folder, not a file" if Path(path).is_dir() else f"no such file: {path or repr(path)}"
+    return f"{path} is a folder, not a file" if Path(path).is_dir() else f"no such file: {path}"
 
 
 def keep_inputs(inputs: Sequence[str | None], outputs: Mapping[str, str | None]) -> None:

@@ -11,15 +11,18 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from parverify.cli.files import check_files, keep_inputs
-from parverify.cli.options import Seconds, take_settings
+from parverify.cli.options import Name, Seconds, take_settings
+from parverify.cli.streams import to_stdout
+from parverify.cli.work import check_device
 from parverify.clock import Clock
 from parverify.config import Settings
-from parverify.errors import UsageError
+from parverify.errors import UsageError, why
 from parverify.results import AtomicFile, jsonable, to_json
 
 if TYPE_CHECKING:
@@ -29,13 +32,14 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 _CALIBRATE = 20.0
 _MOST = 65536
+SIMULATION = ("measured", "calibrate", "domains", "nodes", "latency")  # options of `--simulate` alone
 
 
 def simulate_options(function: Function) -> Function:
     """The options that say what is simulated."""
     options = [
         click.option("--simulate", type=click.IntRange(1, _MOST), metavar="N", help="Branch and bound on N ranks."),
-        click.option("--measured", type=click.Path(), metavar="FILE", help="A report of `run --json` on it."),
+        click.option("--measured", type=Name(), metavar="FILE", help="A report of `run --json` on it."),
         click.option(
             "--calibrate", type=Seconds(), default=_CALIBRATE, show_default=True,
             help="Without --measured: seconds of a run that is made to measure.",
@@ -68,7 +72,7 @@ def show_forecast(options: dict[str, Any], started: float) -> None:
         output.probe()
     settings = take_settings(options)
     check_files(options["model"], options["spec"])
-    measured = _read(file) if file is not None else _calibrate(options, settings, started)
+    measured = _read(file, options) if file is not None else _calibrate(options, settings, started)
     if not measured.decided and options["domains"] is None and not options["quiet"]:
         click.echo(
             f"warning: the measured run ended before a proof: simulating the {measured.bounded} subproblems that are "
@@ -89,10 +93,11 @@ def show_forecast(options: dict[str, Any], started: float) -> None:
         content["measured"].pop(key)
     if output is not None:
         output.write(to_json(content))
-    if target == "-":
-        click.echo(to_json(content), nl=False)
-    elif not options["quiet"]:
-        click.echo("\n".join(table(measured, scenarios, found)))
+    with to_stdout():
+        if target == "-":
+            click.echo(to_json(content), nl=False)
+        elif not options["quiet"]:
+            click.echo("\n".join(table(measured, scenarios, found)))
 
 
 def forecasts(
@@ -119,15 +124,27 @@ def forecasts(
     return [forecast(scenarios, Machine(size, nodes=min(size, -(-size // each)), **extra)) for size in sizes]
 
 
-def _read(file: str) -> Measured:
+def _read(file: str, options: Mapping[str, Any]) -> Measured:
+    """The run in a file; a warning where it was of another instance than `options` name."""
     from parverify.simulate.measured import read_measured
 
     try:
         with open(file, encoding="utf-8") as handle:
             content = json.load(handle)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--measured: can't read {file}: {error}", "give what `parverify run --json` wrote") from error
-    return read_measured(content, file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"--measured: can't read {file}: {why(error)}", "give what `parverify run --json` wrote"
+        ) from error
+    measured = read_measured(content, file)
+    others = [str(content.get(name)) for name in ("model", "spec") if not _same(content.get(name), options[name])]
+    if others and not options["quiet"]:
+        click.echo(f"warning: {file} is about {' and '.join(others)}: that instance is simulated", err=True)
+    return measured
+
+
+def _same(one: Any, other: str) -> bool:
+    """Whether two texts name a file of one name, in any folder, packed or not."""
+    return Path(str(one)).name.removesuffix(".gz") == Path(other).name.removesuffix(".gz")
 
 
 def _calibrate(options: Mapping[str, Any], settings: Settings, started: float) -> Measured:
@@ -135,6 +152,7 @@ def _calibrate(options: Mapping[str, Any], settings: Settings, started: float) -
     from parverify.api import verify
     from parverify.simulate.measured import read_measured
 
+    check_device(settings.device)
     seconds = min(options["calibrate"], options["timeout"] or math.inf)
     clock = Clock(seconds, started)
     result = verify(options["model"], options["spec"], settings=settings, clock=clock)

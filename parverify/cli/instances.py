@@ -11,12 +11,15 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from parverify.errors import UsageError
+from parverify.errors import UsageError, why
 from parverify.results import AtomicFile, to_json
+
+_FORM = "it has lines such as net.onnx,spec.vnnlib,60: a network, a property, a positive number of seconds"
 
 
 @dataclass(frozen=True)
@@ -100,17 +103,23 @@ def read_list(path: Path) -> list[Instance]:
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
-    except (OSError, EOFError, ValueError) as error:
-        raise UsageError(f"can't read {path}: {error}") from error
-    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
+        rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
+        raise UsageError(f"can't read {path}: {why(error)}", _FORM) from error
     numbered = [(line, row) for line, row in enumerate(rows, start=1) if any(row)]
-    if numbered and not _seconds(numbered[0][1]):
-        numbered = numbered[1:]  # a header
+    if numbered and _is_header(numbered[0][1]):
+        numbered = numbered[1:]
     bad = [line for line, row in numbered if not _seconds(row)]
-    if bad or not numbered:
-        what = f"line {bad[0]}" if bad else "the file"
-        raise UsageError(f"{path}: {what} is not of the form onnx,vnnlib,timeout")
+    if bad:
+        raise UsageError(f"{path}: line {bad[0]} is not of the form onnx,vnnlib,timeout", _FORM)
+    if not numbered:
+        raise UsageError(f"{path}: no instance in it", _FORM)
     return [Instance(i, row[0], row[1], _seconds(row)) for i, (_, row) in enumerate(numbered)]
+
+
+def _is_header(row: Sequence[str]) -> bool:
+    """Whether a first row names columns; one that names files, or a number, is an instance, perhaps a broken one."""
+    return not any(re.search(r"\.(onnx|vnnlib)(\.gz)?$|^[-+]?(\.?\d|nan$|inf)", cell.lower()) for cell in row)
 
 
 def _seconds(row: Sequence[str]) -> float:

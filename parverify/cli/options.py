@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from parverify.bab.identity import Keep
-from parverify.config import DEVICES, DTYPES, INTERMS, METHODS, Settings, parse_memory, resolve
+from parverify.config import DEVICES, DTYPES, INTERMS, METHODS, MOST_RANKS, Settings, parse_memory, resolve
 from parverify.errors import UsageError
 from parverify.strategy.directives import choose_strategy
 
@@ -46,6 +46,34 @@ class Seconds(click.ParamType):
         return seconds
 
 
+class Name(click.ParamType):
+    """The name of a file or a folder; not the empty text of an unset variable, which would be the current folder."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name as given."""
+        if not value:
+            self.fail("the name is empty", param, ctx)
+        return str(value)
+
+
+class Share(click.ParamType):
+    """A number from 0 to 1."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        try:
+            share = float(value)
+        except ValueError:
+            share = math.nan
+        if not 0 <= share <= 1:
+            self.fail(f"{value!r} is not a number from 0 to 1", param, ctx)
+        return share
+
+
 def timeout_option(function: Function) -> Function:
     """--timeout."""
     text = "Seconds from the start of the process to the answer; no end without it."
@@ -68,8 +96,10 @@ class Journaling:
 def journal_options(function: Function) -> Function:
     """--journal, --resume and --restarts."""
     options = [
-        click.option("--journal", metavar="DIR", help="Write the search down in a new folder; see docs/journal.md."),
-        click.option("--resume", metavar="DIR", help="Go on from such a folder, and go on writing there."),
+        click.option(
+            "--journal", type=Name(), metavar="DIR", help="Write the search down in a new folder; see docs/journal.md."
+        ),
+        click.option("--resume", type=Name(), metavar="DIR", help="Go on from such a folder, and go on writing there."),
         click.option(
             "--restarts",
             type=click.IntRange(min=0),
@@ -105,10 +135,12 @@ def settings_options(methods: tuple[str, ...] = METHODS) -> Callable[[Function],
         click.option("--dtype", type=click.Choice(DTYPES), help="Floating-point type of the bounds."),
         click.option("--memory", type=Memory(), help="Budget such as 2GiB; without it what the machine has."),
         click.option("--seed", type=click.IntRange(min=0), help="Of every random choice."),
-        click.option("--nproc", type=click.IntRange(min=1), help="Ranks that are started on this machine."),
-        click.option("--strategy", metavar="NAME|FILE", help="How ranks share the work; see docs/strategies.md."),
+        click.option("--nproc", type=click.IntRange(1, MOST_RANKS), help="Ranks that are started on this machine."),
+        click.option(
+            "--strategy", type=Name(), metavar="NAME|FILE", help="How ranks share the work; see docs/strategies.md."
+        ),
         click.option("--interm", type=click.Choice(INTERMS), help="Bounds of neurons within tensor-parallel pairs."),
-        click.option("--config", type=click.Path(), metavar="FILE", help="Settings in TOML; see docs/config.md."),
+        click.option("--config", type=Name(), metavar="FILE", help="Settings in TOML; see docs/config.md."),
         click.option(
             "--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting; may be repeated."
         ),

@@ -6,12 +6,13 @@ The process that holds the results file never loads torch or numpy; hence words 
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from parverify.errors import OutOfTimeError, ParverifyError, ResourceError
+from parverify.errors import OutOfTimeError, ParverifyError, ResourceError, one_line
 from parverify.results import jsonable
 
 INTERRUPTED = "interrupted"
@@ -20,6 +21,8 @@ EXIT_UNKNOWN = 11
 EXIT_TIMEOUT = OutOfTimeError.exit_code
 EXIT_ERROR = ParverifyError.exit_code
 EXIT_MEMORY = ResourceError.exit_code
+# What the machine may run out of: disk, quota, open files, processes.
+_SHORTAGES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Outcome:
     @staticmethod
     def error(reason: str, *, exit_code: int = EXIT_ERROR) -> Outcome:
         """The run failed."""
-        return Outcome("error", exit_code, " ".join(reason.split()))
+        return Outcome("error", exit_code, one_line(reason))
 
     @staticmethod
     def of(error: BaseException) -> Outcome:
@@ -68,6 +71,10 @@ class Outcome:
         if _is_out_of_memory(error):
             hint = "give --memory less than the machine has, or use a machine with more"
             return Outcome.error(f"out of memory: {error or type(error).__name__}; hint: {hint}", exit_code=EXIT_MEMORY)
+        if isinstance(error, OSError) and error.errno in _SHORTAGES:
+            place = f" ({error.filename})" if error.filename else ""
+            hint = "this is the machine's limit, not parverify's; make room, and run again"
+            return Outcome.error(f"{error.strerror}{place}; hint: {hint}")
         hint = "this is a fault of parverify; -v shows where"
         return Outcome.error(f"{type(error).__name__}: {error}; hint: {hint}")
 

@@ -8,11 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from parverify.cli.bounds import METHODS, prepare
-from parverify.cli.forecast import show_forecast, simulate_options
-from parverify.cli.options import settings_options, talk_options, timeout_option
-from parverify.cli.work import Boundary
+from parverify.cli.forecast import SIMULATION, show_forecast, simulate_options
+from parverify.cli.options import Share, settings_options, talk_options, timeout_option
+from parverify.cli.streams import to_stdout
+from parverify.cli.work import Boundary, check_device
 from parverify.clock import Clock
 from parverify.config import Settings
 from parverify.errors import UsageError
@@ -27,7 +29,7 @@ _UNSTABLE = 0.05
 @settings_options(METHODS)
 @click.option("--start", metavar="NODE", help="Show the sweep from rows on this node; the output without it.")
 @click.option(
-    "--unstable", type=click.FloatRange(0, 1), default=_UNSTABLE, show_default=True,
+    "--unstable", type=Share(), default=_UNSTABLE, show_default=True,
     help="Share of a layer's neurons that get rows and slopes, for the predicted figures.",
 )  # fmt: skip
 @simulate_options
@@ -45,10 +47,23 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     """
     started = ctx.obj.started if ctx.obj is not None else time.monotonic()
     with Boundary(verbose=options["verbose"]) as boundary:
+        _check_mode(ctx)
         (_plan if options["simulate"] is None else show_forecast)(options, started)
     if boundary.outcome is not None:
         click.echo(f"{boundary.outcome.verdict}: {boundary.outcome.reason}", err=True)
         ctx.exit(boundary.outcome.exit_code)
+
+
+def _check_mode(ctx: click.Context) -> None:
+    """Raise `UsageError` for options that would be ignored: some go with --simulate, some without."""
+    simulated = ctx.params["simulate"] is not None
+    foreign = ("start", "unstable") if simulated else SIMULATION
+    for name in foreign:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"--{name} goes {'without' if simulated else 'with'} --simulate",
+                "leave it away" if simulated else "give --simulate N as well, or leave it away",
+            )
 
 
 def _plan(options: dict[str, Any], started: float) -> None:
@@ -58,10 +73,11 @@ def _plan(options: dict[str, Any], started: float) -> None:
     )
     if file is not None:
         file.write(to_json(report))
-    if options["json_file"] == "-":
-        click.echo(to_json(report), nl=False)
-    elif not options["quiet"]:
-        click.echo("\n".join(plan_text(report)))
+    with to_stdout():
+        if options["json_file"] == "-":
+            click.echo(to_json(report), nl=False)
+        elif not options["quiet"]:
+            click.echo("\n".join(plan_text(report)))
 
 
 def make_plan(
@@ -88,18 +104,25 @@ def make_plan(
     from parverify.program.printer import gradient_lines, held_lines, sweep_lines
     from parverify.program.steps import compile_sweep
     from parverify.progress import NullProgress
-    from parverify.strategy.compile import compile_all, starts
+    from parverify.strategy.compile import check_all, compile_placement, starts
     from parverify.strategy.directives import choose_strategy
 
+    check_device(settings.device)
     strategy = choose_strategy(settings.parallel, settings.parallel.nproc)
     subject, query = load_subject(model, spec, clock, NullProgress(), settings, None)
     task = Bounding.of(subject, query, settings)
     graph, itemsize = task.graph, task.dtype.itemsize
     first = graph.output if start is None else start
     if first not in starts(graph):
-        raise UsageError(f"--start: no sweep starts from {first!r}; allowed: {', '.join(starts(graph))}")
-    ranks = []
-    for placement in compile_all(graph, strategy, settings.parallel.nproc):
+        raise UsageError(
+            f"--start: no sweep starts from {first!r}; allowed: {', '.join(starts(graph))}", "leave it away"
+        )
+    ranks, placements = [], []
+    for rank in range(settings.parallel.nproc):
+        clock.check("planning")
+        placements.append(compile_placement(graph, strategy, rank, settings.parallel.nproc))
+    check_all(graph, placements)
+    for placement in placements:
         clock.check("planning")
         program = compile_sweep(graph, first, placement, one_hot=True)
         holds = held_lines(graph, placement, itemsize)
@@ -134,7 +157,9 @@ def plan_text(report: Mapping[str, Any]) -> list[str]:
     """The plan as lines; a rank that does what rank 0 does says so."""
     from parverify.program.printer import Line, size_text, written
 
-    lines = [f"strategy {report['strategy']}, {report['world_size']} ranks, {report['method']}, {report['dtype']}"]
+    size = report["world_size"]
+    ranks = f"{size} rank{'s' if size > 1 else ''}"
+    lines = [f"strategy {report['strategy']}, {ranks}, {report['method']}, {report['dtype']}"]
     first = report["ranks"][0]
     for rank in report["ranks"]:
         lines += ["", f"rank {rank['rank']} holds {size_text(rank['weight_bytes'])} of weights"]

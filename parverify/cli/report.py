@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from parverify.cli.files import keep_inputs
-from parverify.errors import UsageError
+from parverify.errors import UsageError, why
 from parverify.report.page import page
 from parverify.report.schema import RunReport, check
 from parverify.results import AtomicFile
@@ -50,7 +50,7 @@ def _read(name: str) -> RunReport:
     try:
         content: Any = json.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"can't read {name}: {error.strerror or error}", "FILE is what `run --json` wrote") from error
-    except ValueError as error:  # malformed JSON and malformed UTF-8 alike
+        raise UsageError(f"can't read {name}: {why(error)}", "FILE is what `run --json` wrote") from error
+    except (ValueError, RecursionError) as error:  # malformed JSON, malformed UTF-8, brackets without end
         raise UsageError(f"{name} is not JSON: {error}", "FILE is what `run --json` wrote") from error
     return check(content, name)

@@ -21,6 +21,7 @@ import click
 from parverify.cli.files import check_files, keep_inputs
 from parverify.cli.options import (
     Journaling,
+    Name,
     journal_options,
     settings_options,
     take_journal,
@@ -29,6 +30,7 @@ from parverify.cli.options import (
     timeout_option,
 )
 from parverify.cli.outcome import EXIT_ERROR, EXIT_MEMORY, Outcome
+from parverify.cli.streams import to_stdout
 from parverify.cli.supervise import Stop, Worker, private_folder, stop_signals, wait
 from parverify.cli.work import Boundary, Request, rank_count, work
 from parverify.clock import Clock
@@ -87,8 +89,12 @@ class Task:
 @timeout_option
 @click.option("--results-file", metavar="FILE", help="Where the verdict and the witness go, in the form of VNN-COMP.")
 @click.option("--json", "json_file", metavar="FILE", help="Where verdict, reason, seconds, witness and figures go.")
-@click.option("--list", "list_file", metavar="CSV", help="Instead of MODEL and SPEC: lines onnx,vnnlib,timeout.")
-@click.option("--results-dir", metavar="DIR", help="Where the answers to --list go; what is there is not run again.")
+@click.option(
+    "--list", "list_file", type=Name(), metavar="CSV", help="Instead of MODEL and SPEC: lines onnx,vnnlib,timeout."
+)
+@click.option(
+    "--results-dir", type=Name(), metavar="DIR", help="Where the answers to --list go; what is there is not run again."
+)
 @click.option("--redo", is_flag=True, help="With --list: run again what has an answer.")
 @journal_options
 @settings_options()
@@ -110,10 +116,11 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     Exit codes: 0 sat or unsat, 2 usage, 11 unknown, 12 timeout, 20 error, 21 network, 22 unsupported operator,
     23 property, 24 memory.
     """
-    zero, journaling = options.pop("exit_zero"), take_journal(options)
+    zero = options.pop("exit_zero")
+    if options["list_file"] is not None and any(options[name] for name in ("journal", "resume", "restarts")):
+        raise UsageError("--journal, --resume and --restarts go with one instance", "a list goes on by its answers")
+    journaling = take_journal(options)
     if _is_list(options):
-        if journaling.keep is not None:
-            raise UsageError("--journal and --resume go with one instance", "a list goes on by its answers")
         code = _run_list(options)
         ctx.exit(0 if zero else code)
     task = Task(
@@ -148,7 +155,7 @@ def _is_list(options: dict[str, Any]) -> bool:
         if options[name] is None:
             raise UsageError(f"Missing argument '{name.upper()}'", "see 'parverify run --help'")
     if options.pop("results_dir") is not None or options.pop("redo"):
-        raise UsageError("--results-dir and --redo go with --list")
+        raise UsageError("--results-dir and --redo go with --list", "give --results-file or --json for one instance")
     del options["list_file"]
     return False
 
@@ -235,11 +242,11 @@ def _answer(outcome: Outcome, results: ResultsFile, report: Report, settings: Se
         return _end_quietly(outcome, task)
     with Boundary(verbose=task.verbose) as writing:
         results.finish(outcome.verdict, witness)
-    with contextlib.suppress(OSError):  # a reader that has gone away does not change the verdict
+    with Boundary(verbose=task.verbose) as saying, to_stdout():
         click.echo(f"{outcome.verdict}\n{witness}" if witness else outcome.verdict)
     with Boundary(verbose=task.verbose) as reporting:
         report.write(outcome, settings)
-    failures = [boundary.outcome for boundary in (writing, reporting) if boundary.outcome is not None]
+    failures = [boundary.outcome for boundary in (writing, saying, reporting) if boundary.outcome is not None]
     _talk([outcome, *failures], quiet=task.quiet)
     if not failures and restarts_left() and outcome.verdict in ("unknown", "timeout"):
         return 0  # torchrun would start all ranks again, for the same answer

@@ -24,6 +24,7 @@ import click
 
 from parverify.cli.instances import Instance, locate, read_list
 from parverify.cli.outcome import Outcome
+from parverify.cli.streams import to_stdout
 from parverify.cli.supervise import Stop, Worker, private_folder, stop_signals, stopped
 from parverify.cli.work import DONE, Request, rank_count, work
 from parverify.clock import Clock
@@ -222,8 +223,9 @@ def write_summary(task: ListTask, entries: Sequence[Entry]) -> None:
     AtomicFile(task.results / "summary.csv", option="--results-dir").write(text.getvalue())
     content = {"list": str(task.instances), "instances": len(entries), "verdicts": counts, "answers": rows}
     AtomicFile(task.results / "summary.json", option="--results-dir").write(to_json(content))
-    for verdict, count in sorted(counts.items()):
-        click.echo(f"{verdict}\t{count}")
+    with to_stdout():
+        for verdict, count in sorted(counts.items()):
+            click.echo(f"{verdict}\t{count}")
 
 
 def _row(folder: Path, entry: Entry) -> dict[str, Any]:

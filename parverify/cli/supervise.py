@@ -122,7 +122,8 @@ class Worker:
         self._reap(1.0)
         code = 0 if self._status is None else os.waitstatus_to_exitcode(self._status)
         if code >= 0:
-            return Outcome.error(f"the working process ended without an answer, exit status {code}")
+            hint = "-v shows where; nothing is concluded from it"
+            return Outcome.error(f"the working process ended without an answer, exit status {code}; hint: {hint}")
         name = signal.Signals(-code).name
         if -code in STOP_SIGNALS:
             return Outcome.unknown(f"{INTERRUPTED} by {name}")
@@ -155,7 +156,8 @@ def wait(worker: Worker, stop: Stop, *, deadline: float) -> Outcome:
 def stopped(name: str) -> Outcome:
     """The run was told to end; torchrun does so where another rank has failed."""
     if name == "SIGTERM" and place() is not None:
-        return Outcome.error("ended by SIGTERM from torchrun: another rank failed, or torchrun itself was told to end")
+        what = "ended by SIGTERM from torchrun: another rank failed, or torchrun itself was told to end"
+        return Outcome.error(f"{what}; hint: torchrun names the rank that failed first")
     return Outcome.unknown(f"{INTERRUPTED} by {name}")
 
 

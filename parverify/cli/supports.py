@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import click
 
 from parverify.cli.files import check_model
+from parverify.cli.streams import to_stdout
 from parverify.cli.work import Boundary
-from parverify.errors import ModelError, UnsupportedOperatorError
+from parverify.errors import ModelError, UnsupportedOperatorError, UsageError
 
 
 @click.command(short_help="List the supported operators, or check those of one network.")
@@ -35,12 +37,14 @@ def _supports(model: str | None) -> None:
 
     supported = set(supported_operators())
     if model is None:
-        click.echo("\n".join(sorted(supported)))
+        with to_stdout():
+            click.echo("\n".join(sorted(supported)))
         return
     nodes = _operators(model)
-    for operator in sorted({operator for _, operator in nodes}):
-        count = sum(used == operator for _, used in nodes)
-        click.echo(f"{operator}\t{count}\t{'yes' if operator in supported else 'no'}")
+    counts = Counter(operator for _, operator in nodes)
+    with to_stdout():
+        for operator in sorted(counts):
+            click.echo(f"{operator}\t{counts[operator]}\t{'yes' if operator in supported else 'no'}")
     missing = [(name, operator) for name, operator in nodes if operator not in supported]
     if missing:
         raise UnsupportedOperatorError(missing)
@@ -52,16 +56,14 @@ def _operators(model: str) -> list[tuple[str, str]]:
     Raises:
         ModelError: if the file is no ONNX network.
     """
-    import gzip
     from pathlib import Path
 
-    path = Path(model) if Path(model).exists() else Path(model + ".gz")
+    from parverify.frontend.files import read_bytes
+
     try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-    except (OSError, EOFError) as error:
-        raise ModelError(f"can't read the network {model}: {error}") from error
+        data = read_bytes(Path(model))
+    except UsageError as error:
+        raise ModelError(error.message, error.hint) from error
     import onnx
     from google.protobuf.message import DecodeError
 

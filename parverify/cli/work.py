@@ -128,6 +128,7 @@ def work(request: Request) -> Outcome:
 def _launch(request: Request) -> Outcome:
     """Perform the request on several ranks of this machine."""
     device = request.settings.device
+    check_device(device)  # ranks that have none would each say so
     if device == "cpu":
         import parverify.api  # noqa: F401  (ranks are forked from here: loaded once for all)
         from parverify.loading import warm_up

@@ -66,7 +66,8 @@ class Replay:
         n_in = int(np.prod(self.input_shape, dtype=np.int64))
         if x.ndim not in (1, 2) or x.shape[-1] != n_in:
             raise ModelError(f"an input of shape {x.shape} does not fit; allowed are ({n_in},) and (B, {n_in})")
-        rows = x.reshape(-1, n_in).astype(np.float32 if self.dtype == torch.float32 else np.float64)
+        with np.errstate(over="ignore"):  # beyond float32 the network is given infinities, which confirm nothing
+            rows = x.reshape(-1, n_in).astype(np.float32 if self.dtype == torch.float32 else np.float64)
         outputs = [self.original.run(row.reshape(self.input_shape)).astype(np.float64).reshape(-1) for row in rows]
         y = np.stack(outputs) if outputs else np.zeros((0, self.n_out))
         return y if x.ndim == 2 else y[0]

@@ -39,7 +39,9 @@ def run_model(model: Any, x: np.ndarray, dtype: torch.dtype) -> list[np.ndarray]
         x: in the shape of the model's input.
         dtype: of the model's input, float32 or float64.
     """
-    return _run(_session(model.SerializeToString()), x.astype(np.float32 if dtype == torch.float32 else np.float64))
+    with np.errstate(over="ignore"):
+        given = x.astype(np.float32 if dtype == torch.float32 else np.float64)
+    return _run(_session(model.SerializeToString()), given)
 
 
 def _run(session: Any, x: np.ndarray) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parverify.config import INTERMS, ParallelSettings, toml_loads
-from parverify.errors import UsageError
+from parverify.errors import UsageError, why
 
 PLACES = ("replicate", "gather", "stream", "ring", "column", "row", "pair")
 CHANNEL_PLACES = ("column", "row", "pair")  # ranks hold channels of rows
@@ -243,7 +243,7 @@ def load_strategy(name: str) -> Strategy:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"can't read the strategy {name}: {error}", "name a TOML file") from error
+        raise UsageError(f"can't read the strategy {name}: {why(error)}", "name a TOML file") from error
     return read_strategy(text, name=path.stem, where=name)
 
 

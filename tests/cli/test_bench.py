@@ -76,7 +76,17 @@ def test_other_options_or_timeouts_are_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [["--method", "magic"], ["--set", "alpha.iteration=1"], ["third.vnnlib"], ["--nonsense"]]
+    "bad",
+    [
+        ["--method", "magic"],
+        ["--set", "alpha.iteration=1"],
+        ["third.vnnlib"],
+        ["--nonsense"],
+        ["--timeout", "3"],
+        ["--json", "x"],
+        ["--list", "x"],
+        ["--journal", "x"],
+    ],
 )
 def test_what_every_run_would_refuse_is_refused_before_the_first(tmp_path: Path, bad: list[str]) -> None:
     folder = make_folder(tmp_path / "b", ["unsat"])
@@ -189,11 +199,17 @@ def test_reading_instances(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "onnx,vnnlib,timeout\n", "a,b,1\na,b\n", "a,b,1\na,b,soon\n", "a,b,1\n,b,1\n", "a,b,0\n"]
-)
-def test_rows_that_are_none(tmp_path: Path, text: str) -> None:
+    ("text", "where"),
+    [
+        ("", "no instance in it"), ("onnx,vnnlib,timeout\n", "no instance in it"), ("a,b,1\na,b\n", "line 2 is not"),
+        ("a,b,1\na,b,soon\n", "line 2 is not"), ("a,b,1\n,b,1\n", "line 2 is not"), ("a,b,0\n", "line 1 is not"),
+        ("a,b,-3\nc,d,1\n", "line 1 is not"), ("a.onnx,b.vnnlib\nc,d,1\n", "line 1 is not"),
+        ("a,b,nan\nc,d,1\n", "line 1 is not"), ("a" * 200_000 + ",b,1\n", "field larger than field limit"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_none(tmp_path: Path, text: str, where: str) -> None:
     (tmp_path / "instances.csv").write_text(text)
-    with pytest.raises(UsageError, match="is not of the form"):
+    with pytest.raises(UsageError, match=where):
         read_instances(tmp_path)
 
 

@@ -116,6 +116,10 @@ def test_order_of_precedence(tmp_path: Path) -> None:
         ('[parallel]\ninterm = "crown"', ["'crown' is not one of rows, ibp"]),
         ("[parallel]\nprefetch = 1", ["1 is not of type bool"]),
         ("[bounds]\ntile = -2", ["-2 is not a finite number >= -1"]),
+        ("[bounds]\ntile = 2147483648", ["2147483648 is more than 2147483647"]),
+        ("[alpha]\nlr = 1e300", ["1e+300 is more than"]),
+        ("[parallel]\nnproc = 1025", ["1025 is more than 1024"]),
+        ('memory = "9999999TiB"', ["is more than"]),
         ("method = ", ["is not TOML"]),
     ],
 )

@@ -43,6 +43,13 @@ def call(*arguments: str) -> Result:
         (["run", "a", "b", "--journal", "j", "--resume", "j"], "--journal and --resume are both given"),
         (["run", "a", "b", "--restarts", "1"], "--restarts needs a journal"),
         (["run", "--list", "l", "--results-dir", "d", "--resume", "j"], "go with one instance"),
+        (["run", "--list", "l", "--results-dir", "d", "--restarts", "1"], "go with one instance"),
+        (["run", "a", "b", "--results-file", "-"], "--results-file: - is no file"),
+        (["run", "a", "b", "--nproc", "100000"], "100000 is not in the range"),
+        *((["run", "a", "b", option, ""], f"'{option}': the name is empty") for option in ("--journal", "--config")),
+        (["plan", "a", "b", "--unstable", "nan"], "'nan' is not a number from 0 to 1"),
+        (["plan", "a", "b", "--nodes", "2"], "--nodes goes with --simulate"),
+        (["plan", "a", "b", "--simulate", "2", "--start", "n"], "--start goes without --simulate"),
         (["run", "a", "b", "--results-file", ""], "--results-file: the name is empty"),
         (["bounds", "a", "b", "--method", "beta-crown"], "beta-crown"),
         (["bench", "nowhere", "--out", "x"], "no instances.csv in nowhere"),
@@ -53,7 +60,39 @@ def test_bad_usage_is_one_line_and_code_2(arguments: list[str], text: str) -> No
     result = call(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and text in result.stderr
-    assert result.stderr.count("hint: ") <= 1
+    assert result.stderr.count("hint: ") == 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+def test_every_kind_of_error_that_is_shown_has_a_hint(kind: type[errors.ParverifyError]) -> None:
+    first = [("node", "Odd")] if kind is errors.UnsupportedOperatorError else "odd"
+    error = kind("odd", [1]) if kind is errors.DisagreementError else kind(first)  # type: ignore[call-arg, arg-type]
+    shown = kind not in (errors.StoppedError, errors.OutOfTimeError)
+    assert str(error).count("; hint: ") == shown
+    if kind is errors.UsageError:
+        assert str(kind("odd", "do that")) == str(kind("odd; hint: do that")) == "odd; hint: do that"
+
+
+def test_a_full_disk_is_not_called_a_fault_of_parverify() -> None:
+    outcome = Outcome.of(OSError(28, "No space left on device", "/tmp/a"))
+    assert (outcome.verdict, outcome.exit_code) == ("error", 20)
+    assert outcome.reason.startswith("No space left on device (/tmp/a); hint: this is the machine's limit")
+
+
+def test_a_message_is_printable() -> None:
+    assert Outcome.error("a\n b\x00\x1b[2J é").reason == "a b\\x00\\x1b[2J é"
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "text"),
+    [("| true", 0, ""), ("> /dev/full", 20, "error: can't write to stdout: No space left on device; hint: ")],
+)
+def test_a_stdout_that_takes_nothing(target: str, code: int, text: str) -> None:
+    script = "import time\ntime.sleep(0.2)\nfrom parverify.cli import main\nmain()"  # the reader is gone by then
+    command = f'"{sys.executable}" -c "{script}" --help {target}; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(text) and done.stderr.count("\n") == bool(text)
 
 
 @pytest.mark.parametrize("option", ["--results-file", "--json"])
@@ -95,7 +134,7 @@ def test_missing_files_are_named_before_torch_is_loaded(files: Make, name: str, 
         assert text in done.stderr and "; hint: " in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["run", "bounds"])
+@pytest.mark.parametrize("command", ["run", "run on 2 ranks", "bounds", "plan", "plan --simulate 2"])
 def test_an_absent_device_is_named(
     api: types.ModuleType, files: Make, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -104,8 +143,9 @@ def test_an_absent_device_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     api.verify = api.bounds_report = None  # type: ignore[attr-defined]
     made = files("")
-    extra = ["--in-process"] if command == "run" else []
-    result = call(command, str(made.model), str(made.spec), "--device", "cuda", *extra)
+    extra = {"run": ["--in-process"], "run on 2 ranks": ["--in-process", "--nproc", "2"]}.get(command, [])
+    name, *more = command.partition(" on ")[0].split()
+    result = call(name, str(made.model), str(made.spec), "--device", "cuda", *more, *extra)
     assert result.exit_code == 2
     assert result.stderr == "error: device: cuda is not available on this machine; hint: use --device cpu\n"
 
@@ -242,7 +282,7 @@ def test_bounds_fails_with_the_code_of_the_error(api: types.ModuleType, files: M
     api.bounds_report = bounds_report  # type: ignore[attr-defined]
     made = files("")
     result = call("bounds", str(made.model), str(made.spec))
-    assert (result.exit_code, result.stderr) == (23, "error: line 3, column 1: odd\n")
+    assert result.exit_code == 23 and result.stderr.startswith("error: line 3, column 1: odd; hint: SPEC is VNN-LIB")
 
 
 def test_supports(api: types.ModuleType, tmp_path: Path) -> None:
