@@ -32,7 +32,7 @@ from parverify.program.sweep import Sweep
 from parverify.strategy.directives import Strategy
 
 TILE_BYTES = 256 << 10  # of rows at the widest node: auto_LiRPA's networks are small, and so is the work beside weights
-SHARDED_TILE_BYTES = 128 << 10  # where weights are divided, because then memory is what counts
+TILE_LEAST = 64  # rows
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,6 @@ class Divided:
     def __init__(self, graph: BoundGraph, bounded: Any, strategy: Strategy, comm: Comm, ulps: float) -> None:
         self.division: Division = divide_in_place(graph, bounded, strategy, comm)
         self._ulps = ulps
-        sharded = comm.size > 1 and any(hasattr(node, "layout") for node in bounded._modules.values())
-        self._tile_bytes, self._least = (SHARDED_TILE_BYTES, 32) if sharded else (TILE_BYTES, 64)
         self._executors: dict[tuple[torch.dtype, torch.device], Executor] = {}
         self._tiles: dict[torch.dtype, int] = {}
 
@@ -78,6 +76,7 @@ class Divided:
         key = (dtype, device)
         if key not in self._executors:
             self._executors[key] = self.division.executor(dtype=dtype, device=device)
+            self._executors[key].frugal = True
         return self._executors[key]
 
     def _tile(self, executor: Executor) -> int:
@@ -89,8 +88,7 @@ class Divided:
     def _fitting(self, executor: Executor) -> int:
         wanted = executor.placement.tile
         budget = make_budget(self.graph, memory=None, itemsize=executor.dtype.itemsize)
-        most = max(self._least, self._tile_bytes // budget.widest_bytes)
-        return budget.tile(wanted) if wanted else min(budget.tile(), most)
+        return budget.tile(wanted) if wanted else min(budget.tile(), max(TILE_LEAST, TILE_BYTES // budget.widest_bytes))
 
     def bounds(self, request: Request) -> Found:
         """What a call asks for; every rank calls this with the same request and gets the same."""

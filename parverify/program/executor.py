@@ -86,6 +86,7 @@ class Executor:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.weights = Weights(self.graph, self.placement, placed, self.comm, like)
         self._divided = divided
+        self.frugal = False  # let go of the buffers of weights while no weight is needed; they are made anew each time
         self._roles: dict[str, Consts] = {}
 
     @functools.cache  # noqa: B019  (an executor lives as long as its run)
@@ -367,6 +368,8 @@ class Executor:
             elif isinstance(step, Total):
                 run.total_constants()
             elif isinstance(step, Concretize):
+                if self.frugal:
+                    self.weights.rest()
                 final = run.at(step.node, splits).flatten(1)
                 lower = region.lower_bound(final, run.owner)
                 if verdict:

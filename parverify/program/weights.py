@@ -146,6 +146,10 @@ class Weights:
         self._slots.append(_Slot(memory, node))
         return self._slots[-1]
 
+    def rest(self) -> None:
+        """Let go of the buffers that are not in use."""
+        self._slots = [slot for slot in self._slots if slot.owner is not None]
+
     def _land(self, name: str, piece: Piece | None = None) -> None:
         later = []
         for arriving in self._arriving.pop(name, []):
@@ -253,6 +257,7 @@ class Weights:
                 magnitude = weight.abs() if any(flags) else weight
                 for result, x, flag in zip(results, currents, flags, strict=True):
                     result.add(step, magnitude if flag else weight, x, first)
+                del weight, magnitude  # before the next part's are made
             elif isinstance(step, Reduce):
                 for result in results:
                     self._comm.all_reduce(result.contiguous()).wait()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parverify.errors import UsageError
+from parverify.errors import DisagreementError, UsageError
 from parverify.lirpa import apply_fsdp, apply_tp, shard
 from parverify.lirpa.compat import Lirpa, lirpa
 from parverify.parallel.meter import MemoryMeter
@@ -138,6 +138,64 @@ def test_sharded_modules(library: Lirpa, strategy: str) -> None:
         for method, low in more.items():
             assert far(ours[method], low) < 1e-5, method
         assert torch.equal(ours["gradient"], results[0][1]["gradient"]) and ours["gradient"].abs().sum() > 0
+
+
+def _plain() -> torch.nn.Sequential:
+    """256 features are cut between the ranks where parts end; 200 are not."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(*pair) for pair in ((256, 256), (256, 256), (256, 200), (200, 200), (200, 3))]
+    return torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))[:-1].eval()
+
+
+def _lying(world: World, applied: bool) -> tuple[list[tuple[int, ...]], int, dict[str, int], tuple[Tensor, Tensor]]:
+    """Shapes of weights that the engine holds beside the module, bytes of all, calls of collectives, and bounds."""
+    library = lirpa().module
+    with quiet(), torch.no_grad():
+        module = library.BoundedModule(_plain(), torch.zeros(1, 256), bound_opts={"conv_mode": "matrix"})
+        if applied:
+            apply_fsdp(module, world.comm)
+        sharded = shard(module, "fold", world.comm)
+        x = library.BoundedTensor(torch.full((1, 256), 0.5), library.PerturbationLpNorm(norm=torch.inf, eps=0.02))
+        sharded.compute_bounds(x=(x,), method="IBP")
+        world.comm.meter.clear()
+        found = sharded.compute_bounds(x=(x,), method="CROWN")
+    (executor,) = sharded._engine._divided._executors.values()
+    mine = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    beside = [t for t in executor.resident() if t.dim() > 1 and t.untyped_storage().data_ptr() not in mine]
+    calls = {name: figures["calls"] for name, figures in world.comm.meter.figures().items()}
+    return sorted(tuple(t.shape) for t in beside), sum(t.nbytes for t in module.parameters()), calls, found
+
+
+def test_weights_are_used_where_they_lie(library: Lirpa) -> None:
+    _, whole, _, reference = _lying(World(), applied=False)
+    for beside, size, calls, found in on_ranks(2, _lying, False):
+        assert not beside and size == whole and not calls.get("broadcast")
+        assert torch.equal(found[0], reference[0]) and torch.equal(found[1], reference[1])
+    ranks = on_ranks(2, _lying, True)
+    for _, size, calls, found in ranks:
+        assert size < 0.51 * whole and calls["broadcast"] > 0
+        assert torch.equal(found[0], reference[0]) and torch.equal(found[1], reference[1])
+    # shards of 256 features end where parts do; of the others only rows 128 to 200 lie on one rank and are its part
+    assert sorted(shape for beside, *_ in ranks for shape in beside) == [
+        (3, 200), (36, 200), (128, 256), (164, 200),
+    ]  # fmt: skip
+    alone, _, _, found = _lying(World(), applied=True)
+    assert not alone and torch.equal(found[0], reference[0])
+
+
+def _different(world: World) -> str:
+    module = bounded("mlp")
+    with torch.no_grad():
+        next(iter(module.parameters())).add_(world.rank)
+    try:
+        shard(module, "fold", world.comm).compute_bounds(x=(around((3,)),), method="IBP")
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_modules_that_differ(library: Lirpa) -> None:
+    assert all("of the module" in message for message in on_ranks(2, _different))
 
 
 def _misused(world: World) -> list[str]:
