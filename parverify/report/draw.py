@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from parverify.report.schema import IDLE, RankReport, RunReport, Sample
+from parverify.report.schema import IDLE, SEARCH, RankReport, RunReport, Sample
 
 LINES = 12
 WIDTH = 9.0  # inches
@@ -48,7 +48,7 @@ def timeline(run: RunReport, mark: str) -> str:
         for row, rank in enumerate(ranks):
             for phase, bars in _bars(rank).items():
                 axes.broken_barh(bars, (row - 0.4, 0.8), color=colors[phase], linewidth=0)
-            batches = [sample.t for sample in rank.samples if sample.phase != IDLE]
+            batches = [sample.t for sample in rank.samples if sample.phase == SEARCH]
             if len(batches) <= _TICKS:
                 axes.vlines(batches, row - 0.4, row - 0.2, color="#222222", linewidth=0.5)
         shown = range(0, len(ranks), max(1, len(ranks) // 32))

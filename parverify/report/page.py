@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from parverify.report.schema import RankReport, RunReport, Sample
+from parverify.report.schema import RankReport, RunReport, Sample, Work
 
 _STYLE = """
 body { font: 15px/1.45 sans-serif; color: #222; background: #fff; max-width: 62rem; }
@@ -139,15 +139,18 @@ def _phases(phases: Mapping[str, float]) -> str:
 
 
 def _ranks(ranks: Sequence[RankReport]) -> str:
-    heads = ["rank", "bounded", "received", "sent", "idle s", "batches", "median batch", "MiB sent"]
+    stages = list(dict.fromkeys(stage for rank in ranks for stage in rank.stages))
+    heads = ["rank", "bounded", "received", "sent", *(f"{stage} s" for stage in stages)]
+    heads += ["idle s", "batches", "median batch", "MiB sent"]
     rows = []
     for rank in ranks:
         sizes = sorted(rank.batch_sizes)
         middle: object = sizes[len(sizes) // 2] if sizes else "–"
         rows.append(
             [
-                *(rank.rank, rank.bounded, rank.received, rank.sent, f"{rank.idle_seconds:.2f}"),
-                *(len(sizes), middle, f"{rank.bytes / _MIB:.2f}"),
+                *(rank.rank, rank.bounded, rank.received, rank.sent),
+                *(f"{rank.stages.get(stage, Work()).seconds:.2f}" for stage in stages),
+                *(f"{rank.idle_seconds:.2f}", len(sizes), middle, f"{rank.bytes / _MIB:.2f}"),
             ]
         )
     return _table(heads, rows, 1)

@@ -19,6 +19,7 @@ from typing import Any
 from parverify.errors import UsageError
 
 IDLE = "idle"  # the phase of a rank that waits for domains
+SEARCH = "search"  # of one that splits and bounds a batch
 _HINT = "give files that `parverify run --json` wrote"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from parverify.budget import BATCH_MOST
 from parverify.errors import UsageError
-from parverify.report.schema import IDLE, RankReport, check
+from parverify.report.schema import IDLE, SEARCH, RankReport, check
 from parverify.simulate.events import Simulation, simulate
 from parverify.simulate.model import Batches, Forecast, Machine, Scenario
 from parverify.simulate.tree import Shape
@@ -98,12 +98,16 @@ def read_measured(content: Mapping[str, Any], name: str) -> Measured:
 
 
 def fit_times(ranks: list[RankReport]) -> tuple[float, float, tuple[float, ...]]:
-    """Seconds of a batch, of each domain in it, and the factors of single batches."""
+    """Seconds of a batch, of each domain in it, and the factors of single batches; with what other stages took."""
     pairs = np.array([pair for rank in ranks for pair in _pairs(rank)]).reshape(-1, 2)
     if len(pairs) < 2:
         return 0.0, _mean_time(ranks), (1.0,)
     sizes, seconds = pairs.T
-    return fit_line(sizes, seconds)
+    base, each, factors = fit_line(sizes, seconds)
+    stages = [(name, work.seconds) for rank in ranks for name, work in rank.stages.items()]
+    search = sum(spent for name, spent in stages if name == SEARCH)
+    more = sum(spent for _, spent in stages) / search if search > 0 else 1.0
+    return more * base, more * each, factors
 
 
 def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, tuple[float, ...]]:
@@ -122,14 +126,14 @@ def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, tupl
 
 def _pairs(rank: RankReport) -> list[tuple[float, float]]:
     """(domains, seconds) of the batches that followed another one, where the record holds every batch."""
-    batches = [sample for sample in rank.samples if sample.phase != IDLE]
+    batches = [sample for sample in rank.samples if sample.phase == SEARCH]
     if len(batches) != len(rank.batch_sizes):
         return []  # thinned
     sizes = iter(rank.batch_sizes)
     found = []
     next(sizes)
     for before, after in itertools.pairwise(rank.samples):
-        if after.phase == IDLE:
+        if after.phase != SEARCH:
             continue
         if after is batches[0]:
             continue

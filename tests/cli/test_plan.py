@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from parverify.cli import cli
 from tests.cli.conftest import ROOT
+from tests.flow.lists import entry
 
 MODEL = str(ROOT / "examples" / "bundled" / "digits.onnx")
 SPEC = str(ROOT / "examples" / "bundled" / "digits_square_unsat.vnnlib")
@@ -100,3 +101,17 @@ def test_what_is_refused(arguments: list[str], text: str) -> None:
     result = call(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and text in result.stderr
+
+
+def test_a_simulation_measures_the_instance_itself(tmp_path: Path) -> None:
+    made = entry(tmp_path / "hard", "it", seed=1, sat=False, margin=0.01, n_in=4)
+    arguments = ["plan", made.model, made.spec, "--simulate", "4", "--calibrate", "20", "--json", "-"]
+    result = CliRunner().invoke(cli, [*arguments, "--set", "attack.enabled=false", "--set", "branching.batch=16"])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["measured"]["decided"] and found["measured"]["bounded"] > 50
+    assert [one["ranks"] for one in found["forecasts"]] == [1, 2, 4]
+    seconds = [one["search"] for one in found["forecasts"]]
+    assert seconds == sorted(seconds, reverse=True) and seconds[2] < seconds[0]
+    quick = CliRunner().invoke(cli, ["plan", MODEL, SPEC, "--simulate", "2"])
+    assert quick.exit_code == 2 and "there was no branch and bound in that run" in quick.stderr

@@ -21,7 +21,7 @@ from parverify.cli import cli
 from parverify.cli import report as module
 from parverify.errors import UsageError
 from parverify.report.page import NO_SAMPLES
-from parverify.report.schema import IDLE, RankReport, Sample, Samples, check
+from parverify.report.schema import IDLE, RankReport, Sample, Samples, Work, check
 from parverify.results import to_json
 from tests.cli.conftest import ROOT
 
@@ -34,7 +34,7 @@ def sample(t: float, **changed: Any) -> Sample:
 def rank(number: int, count: int = 20, **changed: Any) -> RankReport:
     taken = tuple(sample(0.5 * place, phase=IDLE if place % 7 == 3 else "search") for place in range(1, count + 1))
     figures: dict[str, Any] = {"rank": number, "bounded": 640, "received": 3, "sent": 4, "idle_seconds": 1.5}
-    figures |= {"batch_sizes": (32, 64, 64), "bytes": 4096, "samples": taken}
+    figures |= {"batch_sizes": (32, 64, 64), "bytes": 4096, "samples": taken, "stages": {"leaf": Work(7, 0.5)}}
     return RankReport(**(figures | changed))
 
 
@@ -211,6 +211,7 @@ def broken(path: str, value: Any) -> dict[str, Any]:
         (broken("stats/ranks/0/samples/2/worst", "low"), "samples[2].worst: 'low' is not a number"),
         (broken("stats/ranks/0/samples/2/t", 0.1), "samples[2].t: 0.1 is before 1.0"),
         (broken("stats/ranks/0/batch_sizes/1", 1.5), "batch_sizes[1]: '1.5' is not a whole number"),
+        (broken("stats/ranks/0/stages/leaf/domains", -7), "stats.ranks[0].stages.leaf.domains: '-7' is not a whole"),
         (broken("stats/phases/attack", None), "stats.phases.attack: 'None' is not a finite number"),
     ],
 )

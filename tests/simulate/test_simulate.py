@@ -162,6 +162,23 @@ def test_a_thinned_record_gives_the_mean_time() -> None:
     assert (batches.base, batches.each) == (0.0, pytest.approx(busy / rank["bounded"]))
 
 
+def test_what_other_stages_took_belongs_to_the_batches() -> None:
+    plain, content = read_measured(report(Shape(3000)), "it"), report(Shape(3000))
+    rank = content["stats"]["ranks"][0]
+    mixed, late = [], 0.0
+    for place, sample in enumerate(rank["samples"]):
+        mixed.append(sample | {"t": sample["t"] + late})
+        if place % 5 == 0:
+            late += 0.3
+            mixed.append(sample | {"t": sample["t"] + late, "phase": "leaf"})
+    busy = rank["samples"][-1]["t"] - 1.5
+    rank |= {"samples": mixed}
+    rank["stages"] = {"search": {"domains": 1, "seconds": busy}, "leaf": {"domains": 1, "seconds": late}}
+    batches = read_measured(content, "it").batches
+    assert batches.each == pytest.approx(plain.batches.each * (1 + late / busy), rel=0.02)
+    assert batches.factors == pytest.approx(plain.batches.factors)
+
+
 def test_a_run_without_a_search_can_not_be_simulated() -> None:
     content = report(Shape(100))
     content["stats"]["ranks"] = []
