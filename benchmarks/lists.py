@@ -2,7 +2,8 @@
 
     python benchmarks/lists.py LIST [--timeout 20] [--nproc 1,2]
 
-LIST holds lines of onnx,vnnlib,timeout. Exits with status 1 if a verdict of the list differs from that of the
+LIST holds lines of onnx,vnnlib,timeout. From the list's times on one rank follows what lockstep would take on several
+ranks: each bounds an instance, all wait, each searches its own where it is undecided, all wait. Exits with status 1 if a verdict of the list differs from that of the
 instance's own process although neither ran out of time.
 """
 
@@ -10,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from runs import head, row
 
 from parverify.cli.instances import locate, read_list
 from parverify.results import read_verdict
@@ -46,6 +51,37 @@ def one_by_one(path: Path, timeout: float, folder: Path) -> tuple[list[str], flo
     return [read_verdict(file) for file in files], *times
 
 
+@dataclass(frozen=True)
+class Stages:
+    """What a list took on one rank.
+
+    Args:
+        bounding, searching: seconds of each instance in each stage.
+        start: seconds besides.
+    """
+
+    bounding: tuple[float, ...]
+    searching: tuple[float, ...]
+    start: float
+
+    @staticmethod
+    def of(path: Path, folder: Path, wall: float) -> Stages:
+        """From the answers in a folder."""
+        contents = [json.loads((folder / f"{item.name}.json").read_text()) for item in read_list(path)]
+        searching = [float(((one["stats"] or {}).get("phases") or {}).get("search", 0.0)) for one in contents]
+        bounding = [one["seconds"] - spent for one, spent in zip(contents, searching, strict=True)]
+        return Stages(tuple(bounding), tuple(searching), wall - sum(bounding) - sum(searching))
+
+    def lockstep(self, ranks: int) -> float:
+        """Seconds on several ranks in lockstep."""
+        rounds = range(0, len(self.bounding), ranks)
+        return self.start + sum(max(part[at : at + ranks]) for at in rounds for part in (self.bounding, self.searching))
+
+    def busy(self, ranks: int, wall: float) -> float:
+        """The share of the ranks' time that is work."""
+        return (sum(self.bounding) + sum(self.searching)) / (ranks * (wall - self.start))
+
+
 def as_list(path: Path, timeout: float, folder: Path, nproc: int) -> tuple[list[str], float, float]:
     """Verdicts and times of the list."""
     options = ["--timeout", str(timeout), "--nproc", str(nproc), "--results-dir", str(folder)]
@@ -62,14 +98,17 @@ def main() -> int:
     parser.add_argument("--nproc", default="1,2")
     options = parser.parse_args()
     path = options.list.resolve()
-    print("| way | ranks | wall s | processor s | sat | unsat | undecided | other verdicts than alone |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        head("way", "ranks", "wall s", "processor s", "busy", "sat", "unsat", "undecided", "other verdicts than alone")
+    )
     alone: list[str] = []
+    stages: Stages | None = None
     worst = 0
     for nproc in (0, *map(int, options.nproc.split(","))):
         with tempfile.TemporaryDirectory() as folder:
             if nproc:
                 found, wall, used = as_list(path, options.timeout, Path(folder), nproc)
+                stages = Stages.of(path, Path(folder), wall) if nproc == 1 else stages
             else:
                 found, wall, used = one_by_one(path, options.timeout, Path(folder))
                 alone = found
@@ -78,10 +117,13 @@ def main() -> int:
         worst = max(worst, wrong)
         sat, unsat = found.count("sat"), found.count("unsat")
         left, way = len(found) - sat - unsat, "a list" if nproc else "a process each"
-        print(
-            f"| {way} | {nproc or 1} | {wall:.1f} | {used:.1f} | {sat} | {unsat} | {left} | {wrong} |",
-            flush=True,
-        )
+        busy = "" if stages is None else f"{stages.busy(nproc, wall):.0%}"
+        print(row(way, nproc or 1, f"{wall:.1f}", f"{used:.1f}", busy, sat, unsat, left, wrong), flush=True)
+        if stages is not None and nproc > 1:
+            wall = stages.lockstep(nproc)
+            print(
+                row("lockstep", nproc, f"{wall:.1f}", "", f"{stages.busy(nproc, wall):.0%}", "", "", "", ""), flush=True
+            )
     return int(worst > 0)
 
 
