@@ -3,8 +3,8 @@
     python benchmarks/lists.py LIST [--timeout 20] [--nproc 1,2]
 
 LIST holds lines of onnx,vnnlib,timeout. From the list's times on one rank follows what lockstep would take on several
-ranks: each bounds an instance, all wait, each searches its own where it is undecided, all wait. Exits with status 1 if a
-verdict of the list differs from that of the instance's own process although neither ran out of time.
+ranks: each bounds an instance, all wait, each searches its own where it is undecided, all wait. Exits with status 1 if
+a verdict of the list differs from that of the instance's own process although neither ran out of time.
 """
 
 from __future__ import annotations
