@@ -31,8 +31,10 @@ from parverify.program.steps import Affine
 from parverify.program.sweep import Sweep
 from parverify.strategy.directives import Strategy
 
-TILE_BYTES = 256 << 10  # of rows at the widest node: auto_LiRPA's networks are small, and so is the work beside weights
-TILE_LEAST = 64  # rows
+# of rows at the widest node, and the least rows of a tile: auto_LiRPA's networks are small, and so is the work beside
+# their weights. Where the weights are divided, memory is what counts, and tiles are smaller still.
+TILE = 512 << 10, 64
+SHARDED_TILE = 128 << 10, 32
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Divided:
     def __init__(self, graph: BoundGraph, bounded: Any, strategy: Strategy, comm: Comm, ulps: float) -> None:
         self.division: Division = divide_in_place(graph, bounded, strategy, comm)
         self._ulps = ulps
+        sharded = any(hasattr(node, "layout") for node in bounded._modules.values())
+        self._tile_bytes, self._least = SHARDED_TILE if sharded else TILE
         self._executors: dict[tuple[torch.dtype, torch.device], Executor] = {}
         self._tiles: dict[torch.dtype, int] = {}
 
@@ -88,7 +92,11 @@ class Divided:
     def _fitting(self, executor: Executor) -> int:
         wanted = executor.placement.tile
         budget = make_budget(self.graph, memory=None, itemsize=executor.dtype.itemsize)
-        return budget.tile(wanted) if wanted else min(budget.tile(), max(TILE_LEAST, TILE_BYTES // budget.widest_bytes))
+        return (
+            budget.tile(wanted)
+            if wanted
+            else min(budget.tile(), max(self._least, self._tile_bytes // budget.widest_bytes))
+        )
 
     def bounds(self, request: Request) -> Found:
         """What a call asks for; every rank calls this with the same request and gets the same."""

@@ -267,8 +267,9 @@ def channel_of(node: Node, index: Tensor) -> Tensor:
 def bias_rows(node: Node, bias: Tensor, A: Tensor) -> Tensor:
     """(N,) what a bias over output channels adds to rows (N, *shape)."""
     if node.op == "linear":
-        positions = A.reshape(A.shape[0], -1, A.shape[-1])
-        return (positions[:, 0] if positions.shape[1] == 1 else positions.sum(1)) @ bias
+        if A.numel() == A.shape[0] * A.shape[-1]:
+            return A.reshape(A.shape[0], A.shape[-1]) @ bias
+        return A.reshape(A.shape[0], -1, A.shape[-1]).sum(1) @ bias
     return A.transpose(1, 2).flatten(2).sum(2) @ bias
 
 

@@ -171,6 +171,8 @@ def test_weights_are_used_where_they_lie(library: Lirpa) -> None:
     for beside, size, calls, found in on_ranks(2, _lying, False):
         assert not beside and size == whole and not calls.get("broadcast")
         assert torch.equal(found[0], reference[0]) and torch.equal(found[1], reference[1])
+    alone, _, _, reference = _lying(World(), applied=True)  # in smaller tiles
+    assert not alone
     ranks = on_ranks(2, _lying, True)
     for _, size, calls, found in ranks:
         assert size < 0.51 * whole and calls["broadcast"] > 0
@@ -179,8 +181,6 @@ def test_weights_are_used_where_they_lie(library: Lirpa) -> None:
     assert sorted(shape for beside, *_ in ranks for shape in beside) == [
         (3, 200), (36, 200), (128, 256), (164, 200),
     ]  # fmt: skip
-    alone, _, _, found = _lying(World(), applied=True)
-    assert not alone and torch.equal(found[0], reference[0])
 
 
 def _different(world: World) -> str:
