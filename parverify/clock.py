@@ -40,6 +40,11 @@ class Clock:
         """Seconds until the deadline by `now`; negative once it has passed."""
         return math.inf if math.isinf(self.timeout) else self.timeout - self.now()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether work has become useless before the deadline."""
+        return False
+
     def alone(self) -> Clock:
         """The same deadline for one rank alone."""
         return Clock(self.timeout, self.started)
@@ -60,8 +65,13 @@ class StoppableClock(Clock):
 
     asks: list[Callable[[], bool]] = field(default_factory=list)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether work has become useless before the deadline."""
+        return any(ask() for ask in self.asks)
+
     def check(self, phase: str) -> None:
         """Raise `OutOfTimeError` past the deadline, and `StoppedError` where the work has become useless."""
         super().check(phase)
-        if any(ask() for ask in self.asks):
+        if self.stopped:
             raise StoppedError(f"stopped while {phase}")

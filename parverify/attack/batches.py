@@ -52,7 +52,7 @@ class Budget:
     @property
     def over(self) -> bool:
         """Whether the search must return."""
-        return self.left <= 0
+        return self.clock.stopped or self.left <= 0
 
     def share(self, part: float) -> Budget:
         """A part (0 to 1) of what is left."""

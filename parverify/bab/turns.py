@@ -21,8 +21,8 @@ from parverify.clock import Clock
 from parverify.verdict import Witness
 
 TURN = 0.5  # seconds that deciding leaves may take at a time
-DESCENT = 0.25  # seconds of the first descent; longer ones follow where that was not enough
-LONGEST = 10.0  # seconds of any descent
+DESCENT = 0.25  # seconds of the first descent, and of all while others may send domains at any time
+LONGEST = 1.0  # seconds of any descent; they become longer where the first one does not come to its end
 PATIENCE = 0.5  # seconds without a domain before the wait is used
 PLACES = 64  # domains in which a descent begins
 
@@ -123,9 +123,9 @@ class Turns:
             return None
         places, began = pool.peek(PLACES), self.clock.now()
         with self.spent(Stage.ATTACK, len(places)):
-            found = self.look(places, self._descent)
+            found = self.look(places, self._descent if len(pool) else DESCENT)
         self.note(places.slice(0, 0), 0, pool, Stage.ATTACK)
-        if self.clock.now() - began > 0.8 * self._descent:  # it did not come to its end
+        if len(pool) and self.clock.now() - began > 0.8 * self._descent:  # it did not come to its end
             self._descent = min(LONGEST, 2 * self._descent)
         self._idle_since = None
         return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parverify.attack import WitnessSearch
 from parverify.attack.batches import Batches, Budget
-from parverify.clock import Clock
+from parverify.clock import Clock, StoppableClock
 from parverify.errors import ResourceError
 from parverify.frontend.query import Query
 from tests.attack.helpers import check, disjunct, mlp, search, single, spike
@@ -331,6 +331,16 @@ def test_out_of_memory_halves_the_batch() -> None:
     batches._size = 8
     with pytest.raises(ResourceError, match="single point"):
         batches.outputs(x, Budget.of(Clock(), math.inf))
+
+
+def test_a_search_that_has_become_useless_returns() -> None:
+    asks = [lambda: False]
+    budget = Budget.of(StoppableClock(asks=asks), 60.0)  # type: ignore[arg-type]
+    assert not budget.over
+    assert not budget.share(0.5).over
+    asks.append(lambda: True)
+    assert budget.over
+    assert budget.share(0.5).over
 
 
 def test_batches_stop_with_the_budget() -> None:

@@ -10,7 +10,7 @@ from parverify.bab.batches import BatchSize, Prediction
 from parverify.bab.domains import Domains, Pool
 from parverify.bab.driver import Bounded, Search, search
 from parverify.bab.record import Record
-from parverify.bab.turns import DESCENT, PATIENCE, TURN, Account, Stage, Turns
+from parverify.bab.turns import DESCENT, LONGEST, PATIENCE, TURN, Account, Stage, Turns
 from parverify.clock import Clock
 from parverify.progress import NullProgress
 from parverify.verdict import Witness
@@ -142,10 +142,13 @@ def test_descents_take_their_share_of_the_time(share: float) -> None:
 def test_descents_that_were_cut_short_become_longer() -> None:
     clock = Hand()
     turns = Turns(clock, lambda some, seconds: clock.pass_by(seconds))
-    for longer in (DESCENT, 2 * DESCENT, 4 * DESCENT):
+    for longer in (DESCENT, 2 * DESCENT, LONGEST, LONGEST):
         before = clock.elapsed
         turns.attack(pool_of(1))
         assert clock.elapsed - before == pytest.approx(longer)
+    before = clock.elapsed
+    turns.attack(pool_of(0))
+    assert clock.elapsed - before == pytest.approx(DESCENT)  # domains may arrive meanwhile
 
 
 def test_a_long_wait_is_used() -> None:
