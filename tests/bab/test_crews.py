@@ -22,6 +22,8 @@ from parverify.verdict import Witness
 from tests.bab.searches import OPTIONS, hard
 from tests.distributed.ranks import on_ranks
 
+QUICK = {**OPTIONS, "alpha__iterations": 2, "beta__iterations": 2}  # the search is wanted, not what comes before it
+
 
 @pytest.mark.parametrize(
     ("domains", "size", "most", "count"),
@@ -50,7 +52,7 @@ def stretches(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Crew, "search", search)
         result = parverify.verify(
-            module, query, timeout=60, world=world, parallel__strategy="fold", branching__kind=kind, **OPTIONS
+            module, query, timeout=60, world=world, parallel__strategy="fold", branching__kind=kind, **QUICK
         )  # fmt: skip
     return result.verdict.value, seen
 
@@ -90,7 +92,7 @@ def seconds_after_a_witness(world: World) -> tuple[str, float, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ActivationSpace, "bound", bound)
         result = parverify.verify(
-            module, query, timeout=100, world=world, branching__kind="activation", **OPTIONS
+            module, query, timeout=100, world=world, branching__kind="activation", **QUICK
         )  # fmt: skip
     return result.verdict.value, found[0], time.time()
 
