@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from parverify.errors import ModelError, UnsupportedOperatorError
 from parverify.graph.ir import BoundGraph, Node
+from parverify.graph.sparsify import densify
 from parverify.lirpa.compat import lirpa
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -51,6 +52,7 @@ def to_bounded_module(graph: BoundGraph, *, bound_opts: dict[str, Any] | None = 
     """
     if graph.input.shape[0] != 1:
         raise ModelError(f"the input's shape {list(graph.input.shape)} has no batch axis of 1 in front")
+    graph = densify(graph)
     missing = [(node.source or node.name, _kind(node)) for node in graph.nodes[1:] if not _known(node)]
     if missing:
         raise UnsupportedOperatorError(missing)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parverify.errors import ModelError
 from parverify.graph.ir import BoundGraph
+from parverify.graph.sparsify import densify
 from parverify.graph.trace import trace
 
 
@@ -41,7 +42,7 @@ def from_bounded_module(bounded: Any) -> BoundGraph:
         raise ModelError(f"the input is a {type(value).__name__}, not a tensor")
     shape = (1, *value.shape[1:])
     with _untouched(bounded):
-        return trace(_Replay(order, inputs[0]), shape, dtype=value.dtype)
+        return densify(trace(_Replay(order, inputs[0]), shape, dtype=value.dtype))  # weights that may change
 
 
 def _order(bounded: Any) -> list[Any]:

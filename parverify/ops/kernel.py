@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parverify.graph.ir import Node
+from parverify.ops import sparse
 from parverify.ops.rounding import slack
 from parverify.ops.weighted import bias_rows, channel_of, per_channel, pick, pull, push
 
@@ -273,6 +274,9 @@ KERNEL: dict[str, Rule] = {
     "scale": Rule(_scale, _scale_interval, _scale_back),
     "reduce_sum": Rule(_reduce_sum, _reduce_interval, _reduce_back, mixing=True),
     "linear": Rule(_weighted, _product_interval(_weighted, "weight"), _weighted_back, _weighted_pick, mixing=True),
+    "sparse": Rule(
+        sparse.forward, _product_interval(sparse.forward, "factors"), sparse.backward, sparse.pick, mixing=True
+    ),
     "matmul": Rule(_matmul, _product_interval(_matmul, "left", "right"), _matmul_back, mixing=True),
     "conv": Rule(_weighted, _product_interval(_weighted, "weight"), _weighted_back, _weighted_pick, mixing=True),
     "act": Rule(_act, _act_interval),

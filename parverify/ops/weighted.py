@@ -79,7 +79,7 @@ class Piece:
 
 def channel_dim(node: Node) -> int:
     """The dim of the node's value (and of its input) that holds channels; of one instance, without leading dims."""
-    return len(node.shape) - 1 if node.op == "linear" else 1
+    return 1 if node.op == "conv" else len(node.shape) - 1
 
 
 def out_channels(node: Node) -> int:
@@ -266,7 +266,7 @@ def channel_of(node: Node, index: Tensor) -> Tensor:
 
 def bias_rows(node: Node, bias: Tensor, A: Tensor) -> Tensor:
     """(N,) what a bias over output channels adds to rows (N, *shape)."""
-    if node.op == "linear":
+    if node.op != "conv":
         if A.numel() == A.shape[0] * A.shape[-1]:
             return A.reshape(A.shape[0], A.shape[-1]) @ bias
         return A.reshape(A.shape[0], -1, A.shape[-1]).sum(1) @ bias

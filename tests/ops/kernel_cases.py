@@ -14,6 +14,7 @@ from parverify.graph.builder import Builder, Value, Var
 from parverify.graph.ir import Const, Node
 from parverify.ops.activation import ACTIVATIONS
 from parverify.ops.kernel import KERNEL, Rule
+from parverify.ops.sparse import tables
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,26 @@ def product_cases() -> dict[str, list[Case]]:
             ("right", values(2, 1, 4, 2), (2, 3, 3, 4), (2, 3, 3, 2)),
         )
     ]
-    return {"linear": linears, "matmul": matmuls, "conv": [conv_case(**settings) for settings in CONVOLUTIONS]}
+    sparses = [sparse_case(lead, bias) for lead in ((), (1,), (2, 3)) for bias in (True, False)]
+    convs = [conv_case(**settings) for settings in CONVOLUTIONS]
+    return {"linear": linears, "sparse": sparses, "matmul": matmuls, "conv": convs}
+
+
+def sparse_case(lead: tuple[int, ...], bias: bool) -> Case:
+    """A weight with rows of none, one, two and three entries, and columns of none to three."""
+    weight = values(6, 5) * torch.tensor(
+        [[1, 0, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 1, 1], [0, 0, 0, 0, 1], [1, 0, 0, 0, 1]]
+    )
+    (places, factors), (back_places, back_factors) = tables(weight), tables(weight.T)
+    consts = {"factors": factors, "back_factors": back_factors} | ({"bias": values(6, seed=4)} if bias else {})
+
+    def reference(c: dict[str, Tensor], xs: Sequence[Tensor]) -> Tensor:
+        out = xs[0] @ weight.T.to(xs[0].dtype)
+        return out + c["bias"] if "bias" in c else out
+
+    name = f"{lead}{'-bias' if bias else ''}"
+    shape = (*lead, 6)
+    return emitted(name, "sparse", [(*lead, 5)], shape, reference, consts, places=places, back_places=back_places)
 
 
 CONVOLUTIONS: list[dict[str, Any]] = [

@@ -216,6 +216,10 @@ class TestLinear(PickContract):
     cases = AFFINE["linear"]
 
 
+class TestSparse(PickContract):
+    cases = AFFINE["sparse"]
+
+
 class TestMatmul(AffineContract):
     cases = AFFINE["matmul"]
 
