@@ -1,10 +1,11 @@
 """Whether several ranks give the verdicts of one process, and whether repeated runs ever hang.
 
-    python benchmarks/verdicts.py DIR [--instances 12] [--strategies ...] [--ranks 1,2,4] [--timeout 60] [--repeat N]
+    python benchmarks/verdicts.py DIR [--instances 12] [--strategies ...] [--ranks 1,2,4] [--timeout 60]
+        [--groups N] [--repeat N]
 
 DIR holds published instances with `expected.csv` (benchmark, onnx, vnnlib, timeout_s, verdict, ...). Takes instances
 with both answers from the benchmarks named in `SOURCES`, runs each under every strategy and number of ranks, and
-compares the verdict with the expected one. `--repeat N` instead runs the bundled example N times under each strategy
+compares the verdict with the expected one; `--groups N` divides the ranks into so many groups. `--repeat N` instead runs the bundled example N times under each strategy
 with two ranks. Exits with status 1 if a verdict is missing or wrong, or a run did not end in time.
 """
 
@@ -19,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 STRATEGIES = ("single", "fsdp", "fold", "ring", "tp")
-SOURCES = (("acasxu", 4), ("mnist_fc", 4), ("oval21", 1), ("rl_benchmarks", 2), ("test", 2))
+SOURCES = (("acasxu", 7), ("mnist_fc", 5), ("oval21", 1), ("rl_benchmarks", 4), ("test", 3))
 EXAMPLE = Path(__file__).parent.parent / "examples" / "bundled"
 GRACE = 20.0  # seconds beyond the timeout after which a run counts as hanging
 
@@ -42,10 +43,12 @@ def chosen(folder: Path, count: int) -> list[tuple[Path, Path, str]]:
     return out[:count]
 
 
-def run(onnx: Path, vnnlib: Path, strategy: str, ranks: int, timeout: float) -> tuple[str, float]:
+def run(onnx: Path, vnnlib: Path, strategy: str, ranks: int, timeout: float, *, groups: int = 0) -> tuple[str, float]:
     """The verdict of one run, `hang` if it does not end, and its seconds."""
     command = [sys.executable, "-m", "parverify", "run", "-q", "--timeout", str(timeout), "--strategy", strategy]
     command += ["--nproc", str(ranks), str(onnx), str(vnnlib)]
+    if groups and ranks % groups == 0:
+        command += ["--set", f"parallel.groups={groups}"]
     started = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout + GRACE, check=False)
@@ -64,7 +67,7 @@ def table(folder: Path, options: argparse.Namespace) -> bool:
     for onnx, vnnlib, expected in chosen(folder, options.instances):
         cells = []
         for strategy, ranks in modes:
-            verdict, seconds = run(onnx, vnnlib, strategy, ranks, options.timeout)
+            verdict, seconds = run(onnx, vnnlib, strategy, ranks, options.timeout, groups=options.groups)
             good &= verdict == expected
             cells.append(f"{verdict} {seconds:.1f} s")
         print(f"| {onnx.stem}, {vnnlib.stem} | {expected} | " + " | ".join(cells) + " |", flush=True)
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--strategies", type=lambda text: text.split(","), default=STRATEGIES)
     parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
     parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--groups", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=0)
     options = parser.parse_args()
     sys.exit(0 if (repeated(options) if options.repeat else table(options.folder, options)) else 1)
