@@ -5,9 +5,9 @@
 
 DIR holds published instances with `expected.csv` (benchmark, onnx, vnnlib, timeout_s, verdict, ...). Takes instances
 with both answers from the benchmarks named in `SOURCES`, runs each under every strategy and number of ranks, and
-compares the verdict with the expected one; `--groups N` divides the ranks into so many groups. `--repeat N` instead runs
-the bundled example N times under each strategy with two ranks. Exits with status 1 if a verdict is missing or wrong, or
-a run did not end in time.
+compares the verdict with the expected one; `--groups N` divides the ranks into so many groups. `--repeat N` instead
+runs the bundled example N times under each strategy with two ranks. Exits with status 1 if a verdict is missing or
+wrong, or a run did not end in time.
 """
 
 from __future__ import annotations
