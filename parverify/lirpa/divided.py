@@ -18,7 +18,7 @@ from parverify.bounds.layers import BoundOptions, LayerBounds, bound_layers
 from parverify.bounds.region import BoxRegion
 from parverify.budget import make_budget
 from parverify.graph.ir import BoundGraph
-from parverify.lirpa.lying import divide_in_place
+from parverify.lirpa.in_place import divide_in_place
 from parverify.lirpa.request import Request
 from parverify.ops.kernel import Box
 from parverify.ops.rounding import allowance

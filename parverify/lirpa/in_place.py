@@ -86,7 +86,7 @@ def divide_in_place(graph: BoundGraph, bounded: Any, strategy: Strategy, comm: C
         agree(comm, {f"weight {name} of the module": const.value for name, const in graph.constants.items()})
     found: dict[str, Where] = {}
     for name in divided_constants(graph):
-        where = _lying(graph.constants[name].value, bounded, comm)
+        where = _find(graph.constants[name].value, bounded, comm)
         kind = 0 if where is None else 1 if isinstance(where, Tensor) else 2
         alike = comm.all_max(kind) == -comm.all_max(-kind)
         if where is not None and alike:
@@ -107,7 +107,7 @@ def divide_in_place(graph: BoundGraph, bounded: Any, strategy: Strategy, comm: C
 Where = Tensor | Shard
 
 
-def _lying(value: Tensor, bounded: Any, comm: Comm) -> Where | None:
+def _find(value: Tensor, bounded: Any, comm: Comm) -> Where | None:
     """The weight itself where the module holds it whole, the rank's shard of it, or None where it lies elsewhere."""
     memory = value.untyped_storage().data_ptr()
     for parameter in (*bounded.parameters(), *bounded.buffers()):
