@@ -66,13 +66,17 @@ class InputSpace:
         columns["cost"] = low.new_full((len(part),), sum(depth * size for depth, size in self._weights.values()))
         return Domains({name: column.cpu() for name, column in columns.items()})
 
-    def _cost(self, boxes: Mapping[str, Box]) -> Tensor:
-        """(D,) what bounding halves of the boxes will cost: each neuron that gets rows, times the depth it is at."""
-        counts = (
-            weight * worth_rows(self.graph, name, boxes[name]).flatten(1).sum(1)
-            for name, (weight, _) in self._weights.items()
-        )
-        return sum(counts, torch.zeros(()))
+    def _cost(self, boxes: Mapping[str, Box], like: Tensor) -> Tensor:
+        """(D,) what bounding halves of the boxes will cost: each neuron that gets rows, times the depth it is at.
+
+        Args:
+            boxes: of the layers; a layer that depends on no input has one for all domains.
+            like: (D,) in the dtype of bounds.
+        """
+        total = torch.zeros_like(like)
+        for name, (depth, _) in self._weights.items():
+            total += depth * worth_rows(self.graph, name, boxes[name]).flatten(1).sum(1)
+        return total
 
     def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
         """All columns have fixed widths."""
@@ -150,7 +154,11 @@ class InputSpace:
             excess, points = torch.maximum(excess, together.bound(excess.dtype)), together.x.to(region.lower.dtype)
         A = A[torch.arange(len(domains), device=device), best]
         excess = torch.maximum(excess, domains["lower"].to(device))  # a parent's bound holds too
-        columns = {"lower": excess, "score": A.abs() * (region.upper - region.lower), "cost": self._cost(found.boxes)}
+        columns = {
+            "lower": excess,
+            "score": A.abs() * (region.upper - region.lower),
+            "cost": self._cost(found.boxes, excess),
+        }
         for name in self._inherited:
             low, high = found.boxes[name]
             columns[f"box/{name}/low"], columns[f"box/{name}/high"] = low.flatten(1), high.flatten(1)
