@@ -35,9 +35,13 @@ THINNED = {
 }
 
 
+# Files whose single tests take longest: begun first, so that no worker is left alone with one of them at the end.
+LONGEST = ("examples/test_examples.py", "bab/test_stealing.py", "distributed/test_verify.py")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what the fast run leaves out of the contracts in `THINNED`."""
+    """Mark what the fast run leaves out of the contracts in `THINNED`; the longest tests come first."""
     here = Path(__file__).parent
     seen: Counter[tuple[Path, str]] = Counter()
     for item in items:
@@ -46,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if seen[test] % step:
             item.add_marker(pytest.mark.slow)
         seen[test] += 1
+    first = {here / name for name in LONGEST}
+    items.sort(key=lambda item: item.path not in first)
 
 
 def find_shared() -> Path | None:

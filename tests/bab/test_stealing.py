@@ -167,8 +167,8 @@ class Groups:
         return sorted({0, *(child for children in self.tree.values() for child in children)})
 
 
-def copied(groups: Groups) -> Groups:
-    found: Groups = pickle.loads(pickle.dumps(groups, -1))
+def copied(frozen: bytes) -> Groups:
+    found: Groups = pickle.loads(frozen)
     return found
 
 
@@ -183,16 +183,17 @@ def explore(start: Groups, most: int = 50000) -> Counter[Kind]:
     stack = [start]
     while stack:
         state = stack.pop()
+        frozen = pickle.dumps(state, -1)
         finished = any(machine.state is State.FINISHED for machine in state.machines)
         actions = [] if finished else list(state.actions())
         if not actions or len(seen) % 200 == 0:
-            final = copied(state)
+            final = copied(frozen)
             final.complete()
             assert sorted(final.done) == final.everything()
         for action in actions:
             if action[0] == "deliver":
                 kinds[state.net[action[1]].kind] += 1
-            after = copied(state)
+            after = copied(frozen)
             after.act(*action)
             after.check()
             key = after.key()

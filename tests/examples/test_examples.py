@@ -6,8 +6,10 @@ import csv
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -95,13 +97,30 @@ def check_folder(folder: Path) -> None:
             assert not any(spec.holds(x, scores(network, x)) for x in spec.samples(200, rng)), row
 
 
+SCRIPT = """
+import runpy, sys
+script, *folders = sys.argv[1:]
+sys.path.insert(0, script.rpartition("/")[0])
+for options in (["--out", folders[0]], ["--bundled", "--out", folders[1]]):
+    sys.argv = [script, *options]
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the script has just written."""
-    out = tmp_path_factory.mktemp("examples")
-    command = [sys.executable, str(EXAMPLES / "make_examples.py"), "--out", str(out)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
-    return out
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders that the script has just written, one without and one with `--bundled`, in a process of its own."""
+    folders = tmp_path_factory.mktemp("all"), tmp_path_factory.mktemp("bundled")
+    command = [sys.executable, "-c", SCRIPT, str(EXAMPLES / "make_examples.py"), *map(str, folders)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}
+    subprocess.run(command, check=True, env=environment, timeout=280)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def made(written: tuple[Path, Path]) -> Path:
+    """A folder of all examples that the script has just written."""
+    return written[0]
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +200,17 @@ def test_intervals_are_sound_on_every_network(made: Path, intervals: ModuleType)
 
 
 @pytest.mark.slow
-def test_script_is_deterministic(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        command = [sys.executable, str(EXAMPLES / "make_examples.py"), "--bundled", "--out", str(tmp_path / name)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+def test_script_is_deterministic(written: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process writes what another one, with other hashes and something before it, has written."""
+    script = str(EXAMPLES / "make_examples.py")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [script, "--bundled", "--out", str(tmp_path)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter
+        runpy.run_path(script, run_name="__main__")
+    assert len(list(written[1].iterdir())) == len(list(tmp_path.iterdir())) > 4
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (written[1] / path.name).read_bytes(), path.name
 
 
 @pytest.mark.slow
