@@ -246,6 +246,25 @@ def test_halves_tile_the_box(children: int) -> None:
     assert (domains["low"] < domains["high"]).all()
 
 
+@pytest.mark.parametrize("name", ["relu", "affine"])
+def test_what_halves_will_cost_is_known_of_every_box(name: str) -> None:
+    module = torch.nn.Linear(2, 2).requires_grad_(False) if name == "affine" else make(name, 2, 1)
+    everything = Disjunct(-np.ones(2), np.ones(2), np.ones((1, 2)), np.array([1e3]), np.array([False]))
+    space = input_space(problem_of(module, Query(2, 2, (everything,))))
+    whole = roots(space, [0])
+    made, _ = space.split(whole, 8)
+    left = space.bound(made).domains
+    assert left.cost.shape == (8,)
+    assert bool((left.cost <= whole.cost).all())
+    assert bool((left.cost > 0).any()) == (name != "affine")
+    alike = {name: (low[:1], high[:1]) for name, (low, high) in space_boxes(space, left).items()}
+    assert space._cost(alike, left["lower"]).tolist() == [float(left.cost[0])] * 8  # a layer that depends on no input
+
+
+def space_boxes(space: InputSpace, domains: Domains) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (domains[f"box/{name}/low"], domains[f"box/{name}/high"]) for name in space.graph.bounded}
+
+
 def test_a_box_is_halved_down_to_neighbours_and_then_stuck() -> None:
     low = np.float32(0.3)
     high = low
