@@ -156,6 +156,7 @@ class HostWeights(Weights):
             yield
         finally:
             del self._held[name]
+            self._views.clear()
 
     def run(self, node: Node, *given: Any, **named: Any) -> list[Tensor]:
         with self._copied(node):
@@ -174,7 +175,8 @@ class OffloadExecutor(Executor):
         names = {node.consts["weight"]: node for node in weighted_nodes(self.graph)}
         host = {(name, piece_of(node, whole(node))): self._constants.pop(name) for name, node in names.items()}
         self._divided = set(names)  # nothing but products reaches them
-        self.weights = HostWeights(self.graph, self.placement, host, self.comm)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.weights = HostWeights(self.graph, self.placement, host, self.comm, like)
 
 
 def offload(model: Path, spec: Path, iterations: int, tile: int) -> dict[str, Any]:
