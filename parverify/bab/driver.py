@@ -188,8 +188,6 @@ def _bound(space: Space, pool: Pool, state: Search, turns: Turns, batch: BatchSi
     if state.witness is None:
         pool.push(bounded.domains)
         pool.push(stuck, leaves=True)
-        turns.arrived(Stage.SEARCH, len(bounded.domains))
-        turns.arrived(Stage.LEAF, len(stuck))
         seconds = turns.clock.now() - began
         batch.learn(children, seconds)
         batch.adapt(len(children), seconds)

@@ -39,21 +39,19 @@ class Stage(enum.Enum):
 
 @dataclass
 class Account:
-    """What came to a stage, and what it did.
+    """What a stage did.
 
     Args:
-        arrived, done: domains.
+        done: domains.
         seconds: that it took.
     """
 
-    arrived: int = 0
     done: int = 0
     seconds: float = 0.0
 
-    @property
-    def served(self) -> float:
-        """The share of what has arrived that is done."""
-        return self.done / max(1, self.arrived)
+    def served(self, waiting: int) -> float:
+        """The share that is done of what has come so far, where so many wait."""
+        return self.done / (self.done + waiting)
 
     def fit(self, seconds: float) -> int:
         """How many can be done in so many seconds; one where none has been measured."""
@@ -91,11 +89,7 @@ class Turns:
         if not leaves or leaves == len(pool):
             return Stage.LEAF if leaves else Stage.SEARCH
         search, leaf = self.accounts[Stage.SEARCH], self.accounts[Stage.LEAF]
-        return Stage.LEAF if leaf.served < search.served else Stage.SEARCH
-
-    def arrived(self, stage: Stage, count: int) -> None:
-        """Domains have come that a stage is to work on."""
-        self.accounts[stage].arrived += count
+        return Stage.LEAF if leaf.served(leaves) < search.served(len(pool) - leaves) else Stage.SEARCH
 
     @contextmanager
     def spent(self, stage: Stage, count: int) -> Iterator[None]:

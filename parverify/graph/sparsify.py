@@ -6,6 +6,7 @@ which a thousandth is not zero. A dense product spends its time on the rest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,10 +18,23 @@ LEAST = 1 << 16  # entries of a weight below which a product costs next to nothi
 GAIN = 40  # multiplications that a dense product makes in the time of one pick
 
 
+Change = Callable[[Node, dict[str, Const]], Node]
+
+
 def sparsify(graph: BoundGraph) -> BoundGraph:
     """The graph with `sparse` nodes where they are cheaper; weights that depend on parameters stay as they are."""
+    return _changed(graph, _sparse)
+
+
+def densify(graph: BoundGraph) -> BoundGraph:
+    """The graph with `linear` nodes in the place of `sparse` ones."""
+    return _changed(graph, _dense)
+
+
+def _changed(graph: BoundGraph, change: Change) -> BoundGraph:
+    """The graph of nodes that `change` gives, which may add constants."""
     constants = dict(graph.constants)
-    nodes = tuple(_sparse(node, constants) for node in graph.nodes)
+    nodes = tuple(change(node, constants) for node in graph.nodes)
     return prune(check(BoundGraph(nodes, graph.output, constants)))
 
 
@@ -44,13 +58,6 @@ def _sparse(node: Node, constants: dict[str, Const]) -> Node:
         roles["bias"] = node.consts["bias"]
     attrs = {**node.attrs, "places": places.to(torch.int64), "back_places": back_places.to(torch.int64)}
     return replace(node, op="sparse", consts=roles, attrs=attrs)
-
-
-def densify(graph: BoundGraph) -> BoundGraph:
-    """The graph with `linear` nodes in the place of `sparse` ones."""
-    constants = dict(graph.constants)
-    nodes = tuple(_dense(node, constants) for node in graph.nodes)
-    return prune(check(BoundGraph(nodes, graph.output, constants)))
 
 
 def _dense(node: Node, constants: dict[str, Const]) -> Node:

@@ -275,7 +275,11 @@ KERNEL: dict[str, Rule] = {
     "reduce_sum": Rule(_reduce_sum, _reduce_interval, _reduce_back, mixing=True),
     "linear": Rule(_weighted, _product_interval(_weighted, "weight"), _weighted_back, _weighted_pick, mixing=True),
     "sparse": Rule(
-        sparse.forward, _product_interval(sparse.forward, "factors"), sparse.backward, sparse.pick, mixing=True
+        sparse.forward,
+        _product_interval(sparse.forward, "factors", "back_factors"),
+        sparse.backward,
+        sparse.pick,
+        mixing=True,
     ),
     "matmul": Rule(_matmul, _product_interval(_matmul, "left", "right"), _matmul_back, mixing=True),
     "conv": Rule(_weighted, _product_interval(_weighted, "weight"), _weighted_back, _weighted_pick, mixing=True),

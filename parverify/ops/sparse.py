@@ -65,29 +65,30 @@ def tables(weight: Tensor) -> tuple[Tensor, Tensor]:
     return order.T.contiguous(), factors.T.contiguous()
 
 
+def _both(node: Node, consts: Mapping[str, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Places and factors of the node's value, and those of its input."""
+    return (node.attrs["places"], consts["factors"]), (node.attrs["back_places"], consts["back_factors"])
+
+
 def forward(node: Node, consts: Mapping[str, Tensor], xs: Sequence[Tensor]) -> Tensor:
-    """(B, *in_shape) -> (B, *shape), without what the gradient needs where only magnitudes are given."""
-    here = (node.attrs["places"], consts["factors"])
-    if "back_factors" not in consts:
-        out = _sum(xs[0], *here)
-    else:
-        out = picked(xs[0], here, (node.attrs["back_places"], consts["back_factors"]))
+    """(B, *in_shape) -> (B, *shape)."""
+    here, back = _both(node, consts)
+    out = picked(xs[0], here, back)
     return out + consts["bias"] if "bias" in consts else out
 
 
 def backward(node: Node, consts: Mapping[str, Tensor], A: Tensor) -> tuple[list[Tensor], Tensor | None]:
     """Rows (N, *shape) -> [(N, *in_shape)] and what the bias adds (N,)."""
-    back = (node.attrs["back_places"], consts["back_factors"])
-    pushed = picked(A, back, (node.attrs["places"], consts["factors"]))
+    here, back = _both(node, consts)
     constant = bias_rows(node, consts["bias"], A) if "bias" in consts else None
-    return [pushed], constant
+    return [picked(A, back, here)], constant
 
 
 def pick(node: Node, consts: Mapping[str, Tensor], index: Tensor, sign: Tensor) -> tuple[list[Tensor], Tensor | None]:
     """`backward` of one-hot rows `sign * value.flatten()[index]`, (N,) each."""
     width, in_shape = node.shape[-1], node.attrs["in_shapes"][0]
     lead, channel = index // width, index % width
-    places = lead[:, None] * in_shape[-1] + node.attrs["places"].to(index.device)[:, channel].T
+    places = lead[:, None] * in_shape[-1] + node.attrs["places"][:, channel].T
     values = consts["factors"][:, channel].T * sign[:, None]
     A = values.new_zeros(len(index), math.prod(in_shape)).scatter_add(1, places, values)
     constant = consts["bias"][channel] * sign if "bias" in consts else None

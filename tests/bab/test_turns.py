@@ -103,11 +103,11 @@ def test_a_fixed_size_of_batches_knows_no_costs() -> None:
 
 
 def test_the_stage_that_is_behind_has_its_turn() -> None:
-    turns, pool = Turns(Hand()), pool_of(4, leaves=4)
-    turns.accounts[Stage.SEARCH] = Account(arrived=10, done=5, seconds=1)
-    turns.accounts[Stage.LEAF] = Account(arrived=10, done=6, seconds=9)
+    turns, pool = Turns(Hand()), pool_of(5, leaves=4)
+    turns.accounts[Stage.SEARCH] = Account(done=5, seconds=1)  # half of what came
+    turns.accounts[Stage.LEAF] = Account(done=6, seconds=9)  # six of ten
     assert turns.next(pool) is Stage.SEARCH
-    turns.accounts[Stage.LEAF].done = 4
+    turns.accounts[Stage.LEAF].done = 3  # three of seven
     assert turns.next(pool) is Stage.LEAF
     assert turns.next(pool_of(0, leaves=1)) is Stage.LEAF
     assert turns.next(pool_of(1)) is Stage.SEARCH
@@ -117,7 +117,7 @@ def test_the_stage_that_is_behind_has_its_turn() -> None:
 def test_a_turn_of_leaves_lasts_about_as_long_as_it_may() -> None:
     turns = Turns(Hand())
     assert turns.leaves() == 1
-    turns.accounts[Stage.LEAF] = Account(arrived=100, done=10, seconds=1)
+    turns.accounts[Stage.LEAF] = Account(done=10, seconds=1)
     assert turns.leaves() == int(TURN * 10)
     turns.accounts[Stage.LEAF].seconds = 1000.0
     assert turns.leaves() == 1
