@@ -200,6 +200,7 @@ class ParallelSettings(_Section):
         interm: bound neurons between the products of a tensor-parallel pair by rows or by intervals; None leaves it to
             the strategy.
         prefetch: bring the next weight while the present one is multiplied; None leaves it to the strategy.
+        shared_memory: ranks of one machine copy weights from each other's memory instead of sending them; on the CPU.
         groups: groups of ranks that search different subproblems of branch and bound; 0 follows the number of open
             ones, up to a group a rank where the memory allows the whole network on each.
     """
@@ -208,6 +209,7 @@ class ParallelSettings(_Section):
     strategy: str = _option("auto")
     interm: str | None = _option(None, choices=INTERMS)
     prefetch: bool | None = _option(None)
+    shared_memory: bool = _option(True)
     groups: int = _option(0, least=0, most=MOST_RANKS)
 
 

@@ -137,7 +137,7 @@ def share_subject(world: World, settings: Settings, load: Callable[[], tuple[Sub
     def compile_for(skeleton: BoundGraph, rank: int, size: int) -> Placement:
         return compile_placement(skeleton, chosen, rank, size)
 
-    network = divide(graph, compile_for, comm)
+    network = divide(graph, compile_for, comm, near=settings.device == "cpu" and settings.parallel.shared_memory)
     check_all(network.graph, network.placements)
     rest = from_first(comm, lambda: None if loaded is None else (loaded[0].input_dtype, loaded[0].gap, loaded[1]))
     if rest is None:

@@ -18,6 +18,7 @@ from parverify.errors import ParverifyError
 from parverify.graph.ir import BoundGraph, Const, check
 from parverify.ops.weighted import Piece
 from parverify.parallel.comm import Alone, Comm
+from parverify.parallel.window import open_window
 from parverify.program.executor import Executor
 from parverify.program.steps import Placement, divided_constants, single, weighted_nodes
 
@@ -37,6 +38,8 @@ class Division:
         held: (weight constant, piece) -> tensor, of the weights that are divided.
         comm: the group.
         placements: of all ranks, in order.
+        near: the ranks may read each other's memory, see `parverify.parallel.window`.
+        window: the pieces of all ranks, where they can.
     """
 
     graph: BoundGraph
@@ -44,6 +47,8 @@ class Division:
     held: Mapping[tuple[str, Piece], Tensor] = field(default_factory=dict)
     comm: Comm = field(default_factory=Alone)
     placements: tuple[Placement, ...] = ()
+    near: bool = False
+    window: Mapping[tuple[str, Piece], Tensor] | None = None
 
     @staticmethod
     def whole(graph: BoundGraph) -> Division:
@@ -67,6 +72,7 @@ class Division:
             placement=self.placement,
             held=self.held,
             comm=self.comm,
+            window=self.window,
         )
 
     def redivided(self, compile_for: Compile, comm: Comm) -> Division:
@@ -105,7 +111,8 @@ class Division:
                 if both is not None:
                     both.within(place).of(target).copy_(both.within(piece).of(tensor))
         if comm.size > 1:
-            return Division(self.graph, placements[comm.rank], wanted, comm, placements)
+            window = _open(wanted, placements, comm) if self.near else None
+            return Division(self.graph, placements[comm.rank], wanted, comm, placements, self.near, window)
         whole = {name: Const(tensor) for (name, _), tensor in wanted.items()}
         graph = replace(self.graph, constants={**self.graph.constants, **whole})
         return Division(graph, placements[0], {}, comm, placements)
@@ -133,7 +140,7 @@ class Division:
         return replace(graph, constants={**graph.constants, **{name: Const(value) for name, value in values.items()}})
 
 
-def divide(graph: BoundGraph | None, compile_for: Compile, comm: Comm) -> Division:
+def divide(graph: BoundGraph | None, compile_for: Compile, comm: Comm, *, near: bool = False) -> Division:
     """Divide a graph over the ranks of a group; all of them call this.
 
     Args:
@@ -141,6 +148,7 @@ def divide(graph: BoundGraph | None, compile_for: Compile, comm: Comm) -> Divisi
             once nobody else holds the graph.
         compile_for: the strategy.
         comm: the group.
+        near: the ranks may read each other's memory, see `parverify.parallel.window`; only for bounds on the CPU.
     """
     if comm.size == 1:
         if graph is None:
@@ -163,7 +171,13 @@ def divide(graph: BoundGraph | None, compile_for: Compile, comm: Comm) -> Divisi
             tensor = torch.empty(piece.shape(tuple(like.shape)), dtype=like.dtype)
             comm.recv(tensor, 0).wait()
             held[name, piece] = tensor
-    return Division(skeleton, placements[comm.rank], held, comm, placements)
+    window = _open(held, placements, comm) if near else None
+    return Division(skeleton, placements[comm.rank], held, comm, placements, near, window)
+
+
+def _open(held: Held, placements: tuple[Placement, ...], comm: Comm) -> Mapping[tuple[str, Piece], Tensor] | None:
+    """All ranks' pieces, if any are needed on other ranks and can be read there."""
+    return open_window(comm, held) if any(lowering.moves for lowering in placements[0].lowerings.values()) else None
 
 
 def bare(graph: BoundGraph) -> BoundGraph:

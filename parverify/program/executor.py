@@ -51,6 +51,7 @@ class Executor:
         placement: how weights are held and multiplied; None for one process.
         held: (weight constant, piece) -> tensor on this rank, for a placement.
         comm: the ranks that share the placement.
+        window: the pieces of all of them, where this rank can read them.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Executor:
         placement: Placement | None = None,
         held: Mapping[tuple[str, Piece], Tensor] | None = None,
         comm: Comm | None = None,
+        window: Mapping[tuple[str, Piece], Tensor] | None = None,
     ) -> None:
         self.graph = on_device(graph, torch.device(device))
         self.dtype = dtype
@@ -84,7 +86,7 @@ class Executor:
             if name not in divided:
                 placed[name, piece_of(node, whole(node))] = self._constants[name]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.weights = Weights(self.graph, self.placement, placed, self.comm, like)
+        self.weights = Weights(self.graph, self.placement, placed, self.comm, like, window)
         self._divided = divided
         self.frugal = False  # let go of the buffers of weights while no weight is needed; they are made anew each time
         self._roles: dict[str, Consts] = {}

@@ -179,6 +179,12 @@ class Lowering:
     forward: tuple[Inner, ...]
     back: tuple[Inner, ...]
 
+    @property
+    def moves(self) -> bool:
+        """Whether pieces of the weight pass between ranks."""
+        steps = (*self.push, *self.pull, *self.pick, *self.forward, *self.back)
+        return any(isinstance(step, (Gather, Broadcast, Shift)) for step in steps)
+
 
 @dataclass(frozen=True)
 class Channels:

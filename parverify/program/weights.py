@@ -65,6 +65,8 @@ class Weights:
         held: (weight constant, piece) -> tensor.
         comm: the ranks that share the weights.
         like: of the dtype and device of all pieces; a rank that holds none receives the others' all the same.
+        window: the pieces of all ranks where this one can read them, so that nothing has to be sent; see
+            `parverify.parallel.window`.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Weights:
         held: Mapping[tuple[str, Piece], Tensor],
         comm: Comm,
         like: Tensor,
+        window: Mapping[tuple[str, Piece], Tensor] | None = None,
     ) -> None:
+        self._window = window
         self._graph, self._placement, self._comm, self._like = graph, placement, comm, like
         self._held: dict[str, dict[Piece, Tensor]] = {}
         for (name, piece), tensor in held.items():
@@ -195,8 +199,12 @@ class Weights:
             padded = torch.cat([padded, padded.new_zeros(rows * rest - len(padded))])
         slot = self._slot(step.node)
         out = slot.memory[: rows * self._comm.size * rest]
-        pending = self._comm.all_gather(out, padded)
         view = out[: shape[0] * rest].view(shape)
+        if self._window is None:
+            pending = self._comm.all_gather(out, padded)
+        else:
+            pieces = [(piece.of(view), given) for (of, piece), given in self._window.items() if of == name]
+            pending = self._comm.instead("all_gather", padded.nbytes, pieces)
         everything = Piece((0, shape[0]), (0, shape[1]))
         self._arriving[name] = [_Arriving(everything, view, slot, pending, (padded,))]
 
@@ -204,13 +212,20 @@ class Weights:
         shape = step.piece.shape(self._shape(step.node))
         if step.source == self._comm.rank:
             mine = self._held[name][step.piece]
-            self._arriving.setdefault(name, []).append(
-                _Arriving(step.piece, mine, None, self._comm.broadcast(mine, step.source))
+            pending = (
+                self._comm.broadcast(mine, step.source)
+                if self._window is None
+                else self._comm.instead("broadcast", mine.nbytes, (), source=True)
             )
+            self._arriving.setdefault(name, []).append(_Arriving(step.piece, mine, None, pending))
             return
         slot = self._slot(step.node)
         view = slot.memory[: torch.Size(shape).numel()].view(shape)
-        pending = self._comm.broadcast(view, step.source)
+        pending = (
+            self._comm.broadcast(view, step.source)
+            if self._window is None
+            else self._comm.instead("broadcast", view.nbytes, [(view, self._window[name, step.piece])])
+        )
         self._arriving.setdefault(name, []).append(_Arriving(step.piece, view, slot, pending))
 
     def _shift(self, step: Shift, name: str) -> None:
@@ -219,7 +234,11 @@ class Weights:
         shape = step.take.shape(self._shape(step.node))
         slot = self._slot(step.node)
         view = slot.memory[: torch.Size(shape).numel()].view(shape)
-        pending = self._comm.shift(send, view)
+        pending = (
+            self._comm.shift(send, view)
+            if self._window is None
+            else self._comm.instead("shift", view.nbytes, [(view, self._window[name, step.take])])
+        )
         self._arriving.setdefault(name, []).append(_Arriving(step.take, view, slot, pending, (send,)))
 
     # --- products -------------------------------------------------------------------------------------------------

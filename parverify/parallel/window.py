@@ -1,0 +1,150 @@
+"""Memory that the ranks of one machine read from each other.
+
+gloo takes a tensor from one process to another through the loopback interface: the kernel copies every byte twice, on
+the cores that are to multiply. Weights don't change while they are divided, so they need not be sent again and again.
+Every rank lays its pieces into an anonymous file, which the others map; a piece then costs one copy, and nobody waits
+for anybody. Where the ranks are on several machines, or the system allows no such file, they send as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import pickle
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from parverify.parallel.comm import Comm, GroupComm
+
+_LOG = logging.getLogger(__name__)
+_ALIGNED = 64  # bytes, a cache line
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one tensor lies in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def of(self, memory: mmap.mmap) -> Tensor:
+        count = torch.Size(self.shape).numel()
+        return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(self.shape)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells the others: which machine it is on, and how they open its file there.
+
+    Args:
+        machine: what only processes that can open each other's files have in common.
+        path: of the file; None if the rank has none to show.
+        length: of the file in bytes; 0 where nothing lies in it.
+        places: key -> where it lies.
+    """
+
+    machine: tuple[str, str]
+    path: str | None
+    length: int
+    places: Mapping[Hashable, _Place]
+
+    def map(self) -> dict[Hashable, Tensor]:
+        """The tensors, in memory of the rank that offers them; nothing written to them here reaches it."""
+        if self.path is None or not self.length:
+            return {}
+        file = os.open(self.path, os.O_RDONLY)
+        try:
+            memory = mmap.mmap(file, self.length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(file)
+        return {key: place.of(memory) for key, place in self.places.items()}
+
+
+class _File:
+    """An anonymous file with tensors in it."""
+
+    def __init__(self, tensors: Mapping[Key, Tensor]) -> None:
+        self.places: dict[Hashable, _Place] = {}
+        self.length = 0
+        for key, tensor in tensors.items():
+            if tensor.numel():
+                self.places[key] = _Place(tensor.dtype, tuple(tensor.shape), self.length)
+                self.length += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        self.descriptor = os.memfd_create("parverify")
+        try:
+            if self.length:
+                os.posix_fallocate(self.descriptor, 0, self.length)  # fails here, not when a page is first written
+                self._memory = mmap.mmap(self.descriptor, self.length)
+        except BaseException:
+            self.close()
+            raise
+
+    def keep(self, key: Key, tensor: Tensor) -> Tensor:
+        """The tensor as it lies in the file, where it has a place there."""
+        if key not in self.places:
+            return tensor
+        return self.places[key].of(self._memory).copy_(tensor)
+
+    def close(self) -> None:
+        """Nobody can open the file any more; those who did keep it."""
+        os.close(self.descriptor)
+
+
+def open_window(comm: Comm, tensors: dict[Key, Tensor]) -> dict[Key, Tensor] | None:
+    """Let the ranks of a group read each other's tensors, which must not change from here on; all ranks call this.
+
+    Args:
+        comm: the group.
+        tensors: of this rank, on the CPU. They are replaced, one by one, by equal ones that the others can read.
+
+    Returns:
+        The tensors of all ranks by their keys, a key of several ranks once; None, on all ranks, if they can't be read.
+    """
+    if comm.size == 1 or not isinstance(comm, GroupComm):
+        return None
+    file, reason = None, ""
+    try:
+        file = _File(tensors)
+    except (OSError, AttributeError) as error:  # no such system call, or no room
+        reason = str(error)
+    offer = _Offer(_machine(), None, 0, {})
+    if file is not None:
+        for key in list(tensors):
+            tensors[key] = file.keep(key, tensors[key])
+        offer = _Offer(_machine(), f"/proc/{os.getpid()}/fd/{file.descriptor}", file.length, file.places)
+    sent = pickle.dumps(offer)
+    found: dict[Key, Tensor] = {}
+    for rank in range(comm.size):
+        # from one of our own ranks
+        other: _Offer = pickle.loads(comm.broadcast_bytes(sent if rank == comm.rank else None, rank))
+        try:
+            if other.machine != offer.machine:
+                reason = reason or "they are on different machines"
+            elif other.path is None:
+                reason = reason or f"rank {rank} has no file to show"
+            elif not reason:
+                found |= tensors if rank == comm.rank else other.map()  # type: ignore[arg-type]
+        except OSError as error:
+            reason = str(error)
+    failed = comm.all_max(int(bool(reason)))  # after it nobody opens anything any more
+    if file is not None:
+        file.close()
+    if failed:
+        _LOG.info("weights are sent from rank to rank: %s", reason or "another rank can't read those of all others")
+        return None
+    return found
+
+
+def _machine() -> tuple[str, str]:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "", str(os.getpid())  # nobody else's
