@@ -84,11 +84,10 @@ def bounded(executor: Executor, region: Region, method: str, tile: int) -> list[
     return [*found.boxes.values(), output]
 
 
-def divided(world: World, graph: BoundGraph, strategy: str) -> Division:
+def divided(world: World, graph: BoundGraph, strategy: str, *, near: bool = False) -> Division:
     chosen = load_strategy(strategy)
-    return divide(
-        graph if world.rank == 0 else None, lambda g, rank, size: compile_placement(g, chosen, rank, size), world.comm
-    )
+    mine = graph if world.rank == 0 else None
+    return divide(mine, lambda g, rank, size: compile_placement(g, chosen, rank, size), world.comm, near=near)
 
 
 @contextlib.contextmanager
@@ -112,11 +111,17 @@ def let_go() -> Iterator[None]:
 
 
 def measured(
-    world: World, graph: BoundGraph, region: Region, strategy: str, tile: int, methods: Sequence[str] = METHODS
+    world: World,
+    graph: BoundGraph,
+    region: Region,
+    strategy: str,
+    tile: int,
+    methods: Sequence[str] = METHODS,
+    near: bool = False,
 ) -> list[dict[str, Any]]:
     """Digest, predicted and measured figures of every method on one rank."""
     dtype = region.box()[0].dtype
-    network = divided(world, graph, strategy)
+    network = divided(world, graph, strategy, near=near)
     out = []
     for method in methods:
         executor = network.executor(dtype=dtype)
