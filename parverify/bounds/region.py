@@ -18,6 +18,9 @@ from parverify.ops.kernel import Box, inflate
 from parverify.ops.rounding import slack
 
 
+BLOCK = 64  # rows whose magnitudes exist at once
+
+
 class Region(Protocol):
     """D input domains of flat size n."""
 
@@ -50,6 +53,13 @@ def _largest(box: Box) -> Tensor:
     return torch.maximum(box[0].abs(), box[1].abs())
 
 
+def _weighed_rows(A: Tensor, weights: Tensor) -> Tensor:
+    """(N,) sums of magnitudes of rows (N, n) times weights (n,), without a copy of all magnitudes at once."""
+    if A.requires_grad and torch.is_grad_enabled():
+        return A.abs() @ weights
+    return torch.cat([some.abs() @ weights for some in A.split(BLOCK)])
+
+
 @dataclass(frozen=True)
 class BoxRegion:
     """Boxes.
@@ -73,7 +83,7 @@ class BoxRegion:
     def lower_bound(self, A: Tensor, owner: Tensor | None) -> Tensor:
         center, radius = inflate(self.lower, self.upper)
         if owner is None and center.shape[0] == 1:
-            return A @ center[0] - A.abs() @ radius[0]
+            return A @ center[0] - _weighed_rows(A, radius[0])
         center, radius = _own(center, owner), _own(radius, owner)
         return (A * center).sum(1) - (A.abs() * radius).sum(1)
 

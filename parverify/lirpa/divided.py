@@ -33,7 +33,7 @@ from parverify.strategy.directives import Strategy
 
 # of rows at the widest node, and the least rows of a tile: auto_LiRPA's networks are small, and so is the work beside
 # their weights. Where the weights are divided, memory is what counts, and tiles are smaller still.
-TILE = 512 << 10, 64
+TILE = 1024 << 10, 64
 SHARDED_TILE = 128 << 10, 32
 
 

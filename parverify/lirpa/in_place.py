@@ -133,22 +133,22 @@ def _numel(shard: Shard) -> int:
 
 def _placed(graph: BoundGraph, placement: Placement, strategy: Strategy, found: Mapping[str, Where]) -> Placement:
     """A placement in which weights are multiplied where they lie."""
-    if placement.size == 1:
-        return placement
     places = place_nodes(graph, strategy)
     lowerings = dict(placement.lowerings)
     for node in weighted_nodes(graph):
         where = found.get(node.consts["weight"])
-        if where is None or places[node.name].how in CHANNEL_PLACES:
+        if where is None or placement.size > 1 and places[node.name].how in CHANNEL_PLACES:
             continue
+        if placement.size == 1 and isinstance(where, Shard):
+            continue  # all of it
         made = _lowering(node, where, placement.rank, ahead=strategy.prefetch)
         lowerings[node.name] = lowerings[node.name] if made is None else made
     return replace(placement, lowerings=lowerings)
 
 
 def _lowering(node: Node, where: Where, rank: int, *, ahead: bool) -> Lowering | None:
-    if isinstance(where, Tensor):
-        return resident(node, tuple(where.shape))
+    if isinstance(where, Tensor):  # at any number of ranks, so that parts are no use
+        return resident(node, tuple(where.shape), at_once=node.attrs.get("groups", 1) == 1)
     owners: dict[Part, int] = {}
     for part in parts(node, where.shape):
         owner = where.owner(piece_of(node, part))

@@ -52,7 +52,7 @@ def inflate(lower: Tensor, upper: Tensor) -> Box:
     extra = slack(center.dtype)
     if extra == 0:
         return center, radius
-    return center, torch.addcmul(radius * (1 + extra), center.abs(), torch.full_like(center, extra))
+    return center, torch.add(radius * (1 + extra), center.abs(), alpha=extra)
 
 
 def _spread(center: Tensor, radius: Tensor) -> Box:

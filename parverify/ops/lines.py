@@ -47,10 +47,16 @@ class Lines:
 
 @dataclass(frozen=True)
 class FixedLine:
-    """A line without a parameter; slope and intercept are (D, *shape)."""
+    """A line without a parameter.
+
+    Args:
+        slope, intercept: (D, *shape).
+        known: all of them are finite, and nobody has to look.
+    """
 
     slope: Tensor
     intercept: Tensor
+    known: bool = False
 
     @property
     def free(self) -> Tensor | None:
@@ -71,7 +77,7 @@ class SlopeLine:
     """A line through the origin whose slope is alpha where free: the lower lines of ReLU.
 
     Args:
-        free: (D, *shape) bool.
+        free: (D, *shape), 1 where free, else 0.
         slope: (D, *shape), the slope where not free and the default alpha where free.
     """
 
@@ -85,7 +91,7 @@ class SlopeLine:
         return self.slope
 
     def line(self, alpha: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return (self.slope if alpha is None else torch.where(self.free, alpha, self.slope)), None
+        return (self.slope if alpha is None else torch.where(self.free > 0, alpha, self.slope)), None
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class RelaxedActivation:
         lower = self.lines.lower
         if not isinstance(lower, SlopeLine):
             return self
-        slope = torch.where(lower.free, (high > -low).to(low.dtype), lower.slope)
+        slope = torch.where(lower.free > 0, (high > -low).to(low.dtype), lower.slope)
         return replace(self, lines=Lines(SlopeLine(lower.free, slope), self.lines.upper))
 
     def _family(self, role: str) -> Family:
@@ -182,7 +182,7 @@ class RelaxedActivation:
         given, packing = alpha.get("lower"), None
         if given is not None:
             index = self.free["lower"]
-            free = lower.free.index_select(1, index).to(A.dtype)
+            free = lower.free.index_select(1, index)
             fixed = lower.slope.index_select(1, index) * (1 - free)
             packing = (index, rows_of(free, owner), rows_of(fixed, owner))
         if torch.is_grad_enabled() and (A.requires_grad or (given is not None and given.requires_grad)):
@@ -267,7 +267,7 @@ def relax(node: Node, boxes: list[Box]) -> Relaxed:
     free = {}
     for role, family in (("lower", lines.lower), ("upper", lines.upper)):
         if family.free is not None:
-            (index,) = places(family.free.any(0))
+            (index,) = places(family.free.amax(0) > 0)
             if len(index):
                 free[role] = index
     return RelaxedActivation(lines, node.shape, free, _is_lean(lines))
@@ -279,4 +279,4 @@ def _is_lean(lines: Lines) -> bool:
         return False
     if upper.slope.requires_grad:
         return False
-    return upper.intercept.is_meta or bool(upper.intercept.isfinite().all())
+    return upper.known or upper.intercept.is_meta or bool(upper.intercept.isfinite().all())

@@ -306,6 +306,8 @@ class Executor:
 
     def _known(self, node: Node, magnitude: Tensor) -> Tensor:
         flat = magnitude.detach().flatten(1)
+        if flat.is_meta or not flat.numel() or flat.amax() < torch.inf:  # not if one of them is no number
+            return flat
         # where an input has no finite bound, the node's constants are all there is to go by
         return torch.where(flat.isfinite(), flat, self.offset(node).abs())
 
@@ -315,12 +317,12 @@ class Executor:
         sizes = [size * (1 + slack(size.dtype)) for size in largest]
         center, radius, *found = self._forward(node, [center, radius, *sizes], [False, True, *[True] * len(sizes)])
         magnitude = found[0] if found else None
-        bias = self.constants(node).get("bias")
+        bias, extra = self.constants(node).get("bias"), slack(center.dtype)
         if bias is not None:
             shift = per_channel(node, bias)
             center = center + shift
-            radius = radius + slack(center.dtype) * shift.abs()
-            magnitude = None if magnitude is None else magnitude + (1 + slack(center.dtype)) * shift.abs()
+            radius = radius + extra * shift.abs() if extra else radius
+            magnitude = None if magnitude is None else magnitude + (1 + extra) * shift.abs()
         return (center - radius, center + radius), magnitude
 
     # --- backward --------------------------------------------------------------------------------------------------

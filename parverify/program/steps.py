@@ -243,9 +243,9 @@ def products(node: Node, kind: str, some: Sequence[Part]) -> tuple[Product, ...]
     return tuple(Product(node.name, kind, part) for part in some)
 
 
-def resident(node: Node, weight_shape: Sequence[int]) -> Lowering:
-    """The whole weight on this rank, multiplied part by part."""
-    some = parts(node, weight_shape)
+def resident(node: Node, weight_shape: Sequence[int], *, at_once: bool = False) -> Lowering:
+    """The whole weight on this rank, multiplied part by part as where it is divided, or at once."""
+    some = (whole(node),) if at_once else parts(node, weight_shape)
     push, pull = products(node, "push", some), products(node, "pull", some)
     pick = products(node, "pick", some)
     return Lowering((piece_of(node, whole(node)),), push, pull, pick, pull, push)
