@@ -17,7 +17,6 @@ from parverify.errors import UsageError
 from parverify.ops.kernel import Box, inflate
 from parverify.ops.rounding import slack
 
-
 BLOCK = 64  # rows whose magnitudes exist at once
 
 
@@ -77,17 +76,25 @@ class BoxRegion:
     def domains(self) -> int:
         return self.lower.shape[0]
 
+    @property
+    def _one(self) -> bool:
+        """Whether all domains are the same box, in the same memory."""
+        return self.lower.shape[0] == 1 or self.lower.stride(0) == self.upper.stride(0) == 0
+
     def box(self) -> Box:
         return self.lower, self.upper
 
     def lower_bound(self, A: Tensor, owner: Tensor | None) -> Tensor:
+        if self._one:
+            center, radius = inflate(self.lower[0], self.upper[0])
+            return A @ center - _weighed_rows(A, radius)
         center, radius = inflate(self.lower, self.upper)
-        if owner is None and center.shape[0] == 1:
-            return A @ center[0] - _weighed_rows(A, radius[0])
         center, radius = _own(center, owner), _own(radius, owner)
         return (A * center).sum(1) - (A.abs() * radius).sum(1)
 
     def magnitude(self, A: Tensor, owner: Tensor | None) -> Tensor:
+        if self._one:
+            return _weighed_rows(A, _largest((self.lower[0], self.upper[0])))
         return (A.abs() * _own(_largest(self.box()), owner)).sum(1)
 
     def minimizer(self, A: Tensor, owner: Tensor | None) -> Tensor:
@@ -156,6 +163,8 @@ def outward_box(lower: Tensor, upper: Tensor, dtype: torch.dtype, device: torch.
 
 def select(region: Region, index: Tensor) -> Region:
     """The domains `index` of a region."""
+    if isinstance(region, BoxRegion) and region.domains == 1:
+        return BoxRegion(region.lower.expand(len(index), -1), region.upper.expand(len(index), -1))
     if isinstance(region, BoxRegion):
         return BoxRegion(region.lower.index_select(0, index), region.upper.index_select(0, index))
     if isinstance(region, BallRegion):

@@ -137,7 +137,7 @@ def _placed(graph: BoundGraph, placement: Placement, strategy: Strategy, found: 
     lowerings = dict(placement.lowerings)
     for node in weighted_nodes(graph):
         where = found.get(node.consts["weight"])
-        if where is None or placement.size > 1 and places[node.name].how in CHANNEL_PLACES:
+        if where is None or (placement.size > 1 and places[node.name].how in CHANNEL_PLACES):
             continue
         if placement.size == 1 and isinstance(where, Shard):
             continue  # all of it
