@@ -230,5 +230,6 @@ def _bound_neurons(
         ).chunk(2)
         return torch.stack([low, -high], 1)
 
-    boxes = executor.deal(len(index), size, bound)
+    work = 2 * executor.work(node.name, options.alpha.iterations)
+    boxes = executor.deal(len(index), size, bound, work)
     return boxes[:, 0], boxes[:, 1]

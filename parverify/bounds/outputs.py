@@ -37,7 +37,8 @@ def output_bounds(
             executor, output.name, some, found.relaxed, region, options=alpha, replicated=not executor.splits_rows
         )
 
-    low, high = executor.deal(len(rows), options.tile, bound).chunk(2)
+    work = executor.work(output.name, alpha.iterations)
+    low, high = executor.deal(len(rows), options.tile, bound, work).chunk(2)
     low, high = low.reshape(domains, -1), -high.reshape(domains, -1)
     if options.intersect:
         box = _interval_rows(found.intervals[output.name], C)

@@ -35,6 +35,7 @@ from parverify.strategy.directives import Strategy
 # their weights. Where the weights are divided, memory is what counts, and tiles are smaller still.
 TILE = 1024 << 10, 64
 SHARDED_TILE = 128 << 10, 32
+WORTH = 200 << 20  # multiplications that take about as long as to share what they give
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Divided:
         key = (dtype, device)
         if key not in self._executors:
             self._executors[key] = self.division.executor(dtype=dtype, device=device)
-            self._executors[key].frugal = True
+            self._executors[key].frugal = self._executors[key].even = True
+            self._executors[key].worth = WORTH
         return self._executors[key]
 
     def _tile(self, executor: Executor) -> int:
@@ -129,7 +131,7 @@ class Divided:
         rows = _rows_of(executor, request)
         alpha = request.alpha if request.method == "alpha-crown" else AlphaOptions(iterations=0)
         bound = self._bounding(executor, request, found, rows, alpha)
-        value = executor.deal(len(rows), tile, bound)
+        value = executor.deal(len(rows), tile, bound, executor.work(self.graph.output, alpha.iterations))
         sides = value.reshape(request.lower + request.upper, request.region.domains, -1)
         lower = self._shaped(sides[0]) if request.lower else None
         upper = self._shaped(-sides[-1]) if request.upper else None

@@ -98,6 +98,14 @@ def whole(node: Node) -> Part:
     return Part((0, out_channels(node)), (0, in_channels(node)))
 
 
+def multiplications(node: Node, weight_shape: Sequence[int]) -> int:
+    """By the weight, for one value; as many for one row."""
+    if node.op == "linear":
+        return math.prod(weight_shape) * (node.numel // out_channels(node))
+    places = node.attrs["in_shapes"][0] if _transposed(node) else node.shape
+    return math.prod(weight_shape) * math.prod(places[2:])
+
+
 def _transposed(node: Node) -> bool:
     return node.op == "conv" and bool(node.attrs["transposed"])
 

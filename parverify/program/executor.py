@@ -20,7 +20,7 @@ from parverify.graph.ir import BoundGraph, Node, on_device
 from parverify.ops.kernel import KERNEL, Box, Consts, inflate
 from parverify.ops.relaxation import Alpha, Relaxations, Relaxed, relax
 from parverify.ops.rounding import VERDICT_ULPS, row_slack, slack
-from parverify.ops.weighted import WEIGHTED, Piece, channel_of, per_channel, piece_of, whole
+from parverify.ops.weighted import WEIGHTED, Piece, channel_of, multiplications, per_channel, piece_of, whole
 from parverify.parallel.collectives import copy
 from parverify.parallel.comm import Alone, Comm, agree
 from parverify.program.rows import OneHot, Picked, Rows, Tiled
@@ -89,6 +89,8 @@ class Executor:
         self.weights = Weights(self.graph, self.placement, placed, self.comm, like, window)
         self._divided = divided
         self.frugal = False  # let go of the buffers of weights while no weight is needed; they are made anew each time
+        self.worth = 0  # products of fewer multiplications are done by every rank instead of dealing out their rows
+        self.even = False  # deal out as many tiles to one rank as to another, whatever rows then share a tile
         self._roles: dict[str, Consts] = {}
 
     @functools.cache  # noqa: B019  (an executor lives as long as its run)
@@ -134,7 +136,16 @@ class Executor:
         """Whether the placement bounds a node's neurons by rows at all."""
         return name not in self.placement.interval_only
 
-    def deal(self, count: int, tile: int, bound: Callable[[slice], Tensor]) -> Tensor:
+    @functools.cache  # noqa: B019
+    def work(self, start: str, iterations: int = 0) -> int:
+        """Multiplications with weights for one row on `start`; a gradient takes two more sweeps, roughly."""
+        passed = [self.graph[step.node] for step in self.program(start).steps if isinstance(step, Affine)]
+        shapes = [
+            (node, self.graph.constants[node.consts["weight"]].value.shape) for node in passed if node.op in WEIGHTED
+        ]
+        return (1 + 3 * iterations) * sum(multiplications(node, shape) for node, shape in shapes)
+
+    def deal(self, count: int, tile: int, bound: Callable[[slice], Tensor], work: int = 0) -> Tensor:
         """Bound `count` rows in tiles, each on one rank where the placement splits rows, else on all.
 
         Tiles are dealt out in order, so that tile k is the same rows at any number of ranks. Where the last round has
@@ -144,12 +155,15 @@ class Executor:
             count: of rows (or pairs of rows), at least one.
             tile: the most in a tile; 0 or less for one tile a rank.
             bound: which rows, n of them -> (n, w).
+            work: multiplications for one row, see `work`.
 
         Returns:
             (count, w), the same on every rank.
         """
-        ranks, rank = (self.comm.size, self.comm.rank) if self.splits_rows else (1, 0)
+        divided = self.splits_rows and count * work >= self.worth
+        ranks, rank = (self.comm.size, self.comm.rank) if divided else (1, 0)
         tiles = -(-count // tile) if tile > 0 else min(count, ranks)
+        tiles = min(count, -(-tiles // ranks) * ranks) if self.even else tiles
         size, rounds = -(-count // tiles), -(-tiles // ranks)
         found: list[tuple[int, Tensor]] = []  # round, what its tile gave
         for number, times in self._rounds(rounds):
