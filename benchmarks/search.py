@@ -65,6 +65,9 @@ def main() -> int:
         except RunError as error:
             problems.append(f"{text}: {error}")
             continue
+        if not all(one["stats"].get("bounded") for pair in pairs for one in pair):
+            problems.append(f"{text}: nothing was searched")
+            continue
         verdicts = {one["verdict"] for pair in pairs for one in pair}
         speedup = median(pace(other) / pace(one) for one, other in pairs)
         ratio = median(other["seconds"] / one["seconds"] for one, other in pairs)
