@@ -154,3 +154,25 @@ def test_an_unbounded_region_proves_nothing() -> None:
     bound = region.lower_bound(torch.tensor([[1.0, 1.0], [-1.0, 2.0]]), torch.tensor([0, 0]))
     assert not bound.isfinite().any()
     assert not (bound == math.inf).any()
+
+
+def test_domains_in_one_box_are_bounded_like_boxes_of_their_own() -> None:
+    generator = torch.Generator().manual_seed(2)
+    low = torch.randn(1, 5, generator=generator, dtype=torch.float64)
+    one = select(BoxRegion(low, low + 0.3), torch.zeros(150, dtype=torch.int64))
+    assert isinstance(one, BoxRegion)
+    assert one.domains == 150
+    own = BoxRegion(one.lower.clone(), one.upper.clone())
+    rows = torch.randn(300, 5, generator=generator, dtype=torch.float64)
+    owner = torch.arange(150).repeat(2)
+    for A, whose in ((rows[:150], None), (rows, owner)):
+        for mine, other in (
+            (one.lower_bound(A, whose), own.lower_bound(A, whose)),
+            (one.magnitude(A, whose), own.magnitude(A, whose)),
+            (one.minimizer(A, whose), own.minimizer(A, whose)),
+        ):
+            torch.testing.assert_close(mine, other, rtol=1e-13, atol=1e-13)
+    with torch.enable_grad():
+        leaf = rows[:150].clone().requires_grad_()
+        gradients = [torch.autograd.grad(box.lower_bound(leaf, None).sum(), leaf)[0] for box in (one, own)]
+    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)

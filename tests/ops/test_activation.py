@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from parverify.errors import UsageError
 from parverify.ops.activation import ACTIVATIONS, Activation, celu, elu, power, softplus
-from parverify.ops.lines import Family
+from parverify.ops.lines import Family, FixedLine
 from parverify.ops.smooth import Smooth
 
 INF, NAN = math.inf, math.nan
@@ -161,6 +161,42 @@ def test_outside_of_the_domain_nothing_is_known(name: str, low: float, high: flo
     lines = ACTIVATIONS[name].relax(*box)
     assert [part.item() for part in lines.lower.line()] == [0, -INF]
     assert [part.item() for part in lines.upper.line()] == [0, INF]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_relu_is_the_same_in_proper_boxes_with_or_without_others_beside_them(dtype: torch.dtype) -> None:
+    """A box that is no number has all of them taken step by step, the way that allows for anything."""
+    generator = torch.Generator().manual_seed(1)
+    relu = ACTIVATIONS["relu"]
+    scales = 10.0 ** torch.arange(-12, 5)
+    center, radius = (draw(1, 40, 17, generator=generator, dtype=dtype) * scales for draw in (torch.randn, torch.rand))
+    l, u = (center - radius).reshape(1, -1), (center + radius.flip(-1)).reshape(1, -1)
+    special = torch.tensor([-1.0, -0.0, 0.0, 1.0, -1e-9, 1e-9, -1e4, 1e4], dtype=dtype)
+    pairs = torch.cartesian_prod(special, special)
+    l, u = torch.cat([l, pairs.amin(1)[None]], 1), torch.cat([u, pairs.amax(1)[None]], 1)
+    odd = torch.tensor([[NAN]], dtype=dtype)
+    beside = torch.cat([l, odd], 1), torch.cat([u, odd], 1)
+    plain, careful = relu.relax(l, u), relu.relax(*beside)
+    assert isinstance(plain.upper, FixedLine)
+    assert isinstance(careful.upper, FixedLine)
+    assert plain.upper.known
+    assert not careful.upper.known
+    for mine, other in ((plain.lower.free, careful.lower.free), (plain.lower.default(), careful.lower.default())):
+        assert torch.equal(mine, other[:, :-1])
+    for mine, other in zip(plain.upper.line(), careful.upper.line(), strict=True):
+        assert torch.equal(mine, other[:, :-1])
+    for mine, other in zip(relu.gap(l, u), relu.gap(*beside), strict=True):
+        assert torch.equal(mine, other[:, :-1])
+    for mine, other in zip(relu.interval(l, u), relu.interval(*beside), strict=True):
+        assert torch.equal(mine, other[:, :-1])
+
+
+def test_a_chord_that_underflows_is_the_constant_line() -> None:
+    l, u = torch.tensor([[-1e30, -1.0]]), torch.tensor([[1e-30, 1.0]])
+    slope, intercept = ACTIVATIONS["relu"].relax(l, u).upper.line()
+    assert slope.tolist() == [[0.0, 0.5]]
+    assert intercept is not None
+    assert intercept[0, 0] == u[0, 0]
 
 
 def test_relu_equals_the_closed_form() -> None:

@@ -114,3 +114,18 @@ def test_sizes() -> None:
     assert single.resident_bytes() == 4 * count
     assert double.resident_bytes() == 8 * count
     assert graph.constant_bytes() == 4 * count
+
+
+def test_the_work_of_a_row_is_what_torch_counts_for_a_value() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for name in NETWORKS:
+        graph = made(name)
+        executor = Executor(graph, dtype=torch.float64)
+        if {node.op for node in graph} & {"matmul", "sparse"}:
+            continue  # constants that are no weights
+        region = random_box(graph, 1, 0.1, 1, torch.float64)
+        with FlopCounterMode(display=False) as counted:
+            executor.evaluate(region.lower)
+        assert executor.work(graph.output) == counted.get_total_flops() // 2, name
+        assert executor.work(graph.output, 10) == 31 * executor.work(graph.output)
