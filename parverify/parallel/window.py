@@ -69,7 +69,7 @@ class _Offer:
 
 
 class _File:
-    """An anonymous file with tensors in it."""
+    """An anonymous file with places for tensors."""
 
     def __init__(self, tensors: Mapping[Key, Tensor]) -> None:
         self.places: dict[Hashable, _Place] = {}
@@ -81,17 +81,23 @@ class _File:
         self.descriptor = os.memfd_create("parverify")
         try:
             if self.length:
-                os.posix_fallocate(self.descriptor, 0, self.length)  # fails here, not when a page is first written
+                os.ftruncate(self.descriptor, self.length)
                 self._memory = mmap.mmap(self.descriptor, self.length)
         except BaseException:
             self.close()
             raise
 
     def keep(self, key: Key, tensor: Tensor) -> Tensor:
-        """The tensor as it lies in the file, where it has a place there."""
+        """The tensor as it lies in the file, where it has a place there.
+
+        Raises:
+            OSError: there is no room.
+        """
         if key not in self.places:
             return tensor
-        return self.places[key].of(self._memory).copy_(tensor)
+        place = self.places[key]
+        os.posix_fallocate(self.descriptor, place.offset, tensor.nbytes)  # fails here, not when a page is written
+        return place.of(self._memory).copy_(tensor)
 
     def close(self) -> None:
         """Nobody can open the file any more; those who did keep it."""
@@ -110,16 +116,14 @@ def open_window(comm: Comm, tensors: dict[Key, Tensor]) -> dict[Key, Tensor] | N
     """
     if comm.size == 1 or not isinstance(comm, GroupComm):
         return None
-    file, reason = None, ""
+    file, reason, offer = None, "", _Offer(_machine(), None, 0, {})
     try:
         file = _File(tensors)
-    except (OSError, AttributeError) as error:  # no such system call, or no room
-        reason = str(error)
-    offer = _Offer(_machine(), None, 0, {})
-    if file is not None:
         for key in list(tensors):
             tensors[key] = file.keep(key, tensors[key])
-        offer = _Offer(_machine(), f"/proc/{os.getpid()}/fd/{file.descriptor}", file.length, file.places)
+        offer = _Offer(offer.machine, f"/proc/{os.getpid()}/fd/{file.descriptor}", file.length, file.places)
+    except (OSError, AttributeError) as error:  # no room, or no such system call
+        reason = str(error)
     sent = pickle.dumps(offer)
     found: dict[Key, Tensor] = {}
     for rank in range(comm.size):

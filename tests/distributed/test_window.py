@@ -82,6 +82,17 @@ def _no_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "posix_fallocate", full)
 
 
+def _little_room(patch: pytest.MonkeyPatch) -> None:
+    reserve, left = os.posix_fallocate, iter(range(3))
+
+    def some(*place: int) -> None:
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device")
+        reserve(*place)
+
+    patch.setattr(os, "posix_fallocate", some)
+
+
 def _elsewhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(window, "_machine", lambda: ("another", "machine"))
 
@@ -113,6 +124,7 @@ def _closed(world: World, broken: Callable[[pytest.MonkeyPatch], None]) -> tuple
     [
         (_no_call, "memfd_create"),
         (_no_room, "No space left"),
+        (_little_room, "No space left"),
         (_elsewhere, "different machines"),
         (_forbidden, "Permission denied"),
     ],
