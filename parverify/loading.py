@@ -39,7 +39,9 @@ GAP_POINTS = 32
 
 def warm_up() -> None:
     """Import what reading a network takes: before ranks are forked, each of which would load it anew."""
-    with warnings.catch_warnings():
+    from parverify.frontend.deferred import torchvision_on_call
+
+    with warnings.catch_warnings(), torchvision_on_call():
         warnings.simplefilter("ignore")  # the libraries' own, about each other
         for name in ("onnx", "onnx2torch", "onnxruntime", "parverify.frontend.network", "parverify.frontend.vnnlib"):
             importlib.import_module(name)

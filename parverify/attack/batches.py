@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parverify.attack.surrogate import surrogate_steps
 from parverify.clock import Clock
+from parverify.dispatch import DispatchMode
 from parverify.errors import ResourceError
 from parverify.parallel.comm import Alone, Comm
 from parverify.parallel.shared import from_rank
@@ -59,7 +59,7 @@ class Budget:
         return Budget(self.clock, self.clock.now() + part * self.left)
 
 
-class _Work(TorchDispatchMode):
+class _Work(DispatchMode):
     """Counts the bytes that operators write and the multiply-adds of products and convolutions."""
 
     def __init__(self) -> None:

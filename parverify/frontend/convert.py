@@ -19,6 +19,7 @@ from torch import fx, nn
 from parverify.errors import ModelError
 from parverify.frontend.converters import OURS, RESTATED, SAME_AS, WITH_JUMPS
 from parverify.frontend.converters_common import Call, Operator, Result
+from parverify.frontend.deferred import torchvision_on_call
 from parverify.frontend.model_file import opset_of
 
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError)
@@ -63,7 +64,8 @@ def convert(model: Any) -> fx.GraphModule:
         # onnx2torch calls parts of torch that are due to go; nothing a user can act on.
         for kind in (DeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=kind, module=r"(onnx2torch|torch)\..*")
-        import onnx2torch
+        with torchvision_on_call():
+            import onnx2torch
 
         try:
             with _registered(model):

@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from parverify.graph.ir import BoundGraph, Const, Node, check, derive
 from parverify.ops.activation import Activation
+
+
+def _together(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """Shapes broadcast against each other. (torch imports a computer algebra system for that.)"""
+    return np.broadcast_shapes(*(tuple(shape) for shape in shapes))
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ class Builder:
             if value is None:
                 continue
             const = value if isinstance(value, Const) else number(value)
-            shape = tuple(torch.broadcast_shapes(shape, const.value.shape))
+            shape = _together(shape, const.value.shape)
             if const.trainable or bool((const.value != neutral).any()):
                 consts[role] = const
         x = self.expand(x, shape)
@@ -166,7 +172,7 @@ class Builder:
             return self.scale(y if isinstance(y, Var) else self.input, coefficient, x)
         if isinstance(y, Const):
             return self.scale(x, None, derive(lambda b: coefficient * b, y))
-        shape = tuple(torch.broadcast_shapes(x.shape, y.shape))
+        shape = _together(x.shape, y.shape)
         return self.emit("sum", [self.expand(x, shape), self.expand(y, shape)], shape, coefficients=(1.0, coefficient))
 
     def sub(self, x: Value, y: Value) -> Value:
@@ -184,7 +190,7 @@ class Builder:
         left, right = self._var(x), self._var(y)
         if left.name == right.name:
             return self.activation(left, "square")
-        shape = tuple(torch.broadcast_shapes(left.shape, right.shape))
+        shape = _together(left.shape, right.shape)
         return self.emit("mul", [self.expand(left, shape), self.expand(right, shape)], shape)
 
     def reduce_sum(self, x: Var, dims: Sequence[int], keepdim: bool = False) -> Var:
@@ -212,11 +218,11 @@ class Builder:
         if isinstance(x, Var) and isinstance(y, Const):
             if y.value.dim() == 2:
                 return self.linear(x, derive(torch.t, y), None)
-            shape = tuple(torch.broadcast_shapes(x.shape[:-2], y.value.shape[:-2]))
+            shape = _together(x.shape[:-2], y.value.shape[:-2])
             x = self.expand(x, (*shape, *x.shape[-2:]))
             return self.emit("matmul", [x], (*shape, x.shape[-2], y.value.shape[-1]), consts={"right": y})
         if isinstance(x, Const) and isinstance(y, Var):
-            shape = tuple(torch.broadcast_shapes(x.value.shape[:-2], y.shape[:-2]))
+            shape = _together(x.value.shape[:-2], y.shape[:-2])
             y = self.expand(y, (*shape, *y.shape[-2:]))
             return self.emit("matmul", [y], (*shape, x.value.shape[-2], y.shape[-1]), consts={"left": x})
         raise TypeError("matmul of two constants must be folded before")

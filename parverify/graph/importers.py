@@ -377,7 +377,7 @@ def _convolution(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Va
     if not isinstance(x, Var) or not isinstance(weight, Const) or isinstance(bias, Var):
         raise ModelError(f"{b.source}: a convolution whose weight depends on the input is not supported")
     rank = weight.value.dim() - 2
-    settings = {
+    settings: dict[str, Any] = {
         "stride": _tuple(stride, rank),
         "padding": _tuple(padding, rank),
         "dilation": _tuple(dilation, rank),
@@ -385,11 +385,29 @@ def _convolution(b: Builder, func: Any, args: Any, kwargs: dict[str, Any]) -> Va
         "output_padding": _tuple(output_padding, rank),
         "groups": int(groups),
     }
-    probe = torch.ops.aten.convolution(
-        torch.empty(x.shape, device="meta"), torch.empty(weight.value.shape, device="meta"), None, *settings.values()
-    )
     consts = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    return b.emit("conv", [x], probe.shape, consts=consts, **settings)
+    return b.emit("conv", [x], _convolved(x.shape, weight.value.shape, **settings), consts=consts, **settings)
+
+
+def _convolved(
+    shape: Sequence[int],
+    weight: Sequence[int],
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> tuple[int, ...]:
+    """The shape of a convolution's value. (torch tells it too, but imports a computer algebra system for it.)"""
+    spatial = []
+    for size, kernel, s, p, d, more in zip(
+        shape[2:], weight[2:], stride, padding, dilation, output_padding, strict=True
+    ):
+        reach = d * (kernel - 1) + 1
+        spatial.append((size - 1) * s - 2 * p + reach + more if transposed else (size + 2 * p - reach) // s + 1)
+    return (shape[0], weight[1] * groups if transposed else weight[0], *spatial)
 
 
 def _tuple(value: Sequence[int], rank: int) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from parverify.dispatch import DispatchMode
 from parverify.errors import ModelError, UnsupportedOperatorError
 from parverify.graph.builder import Builder, Value, Var
 from parverify.graph.importers import IMPORTERS
@@ -32,7 +32,7 @@ ALIASED = (
 )
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Follows every tensor by identity; `values` maps id(tensor) to what it is in the graph."""
 
     def __init__(self, builder: Builder) -> None:

@@ -14,10 +14,11 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from parverify.dispatch import DispatchMode
 
 
-class MemoryMeter(TorchDispatchMode):
+class MemoryMeter(DispatchMode):
     """A context in which the peak of live tensor bytes is measured.
 
     Args:
