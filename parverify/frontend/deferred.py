@@ -31,8 +31,8 @@ class _OnCall(ModuleType):
 
 @contextlib.contextmanager
 def torchvision_on_call() -> Iterator[None]:
-    """Within this context an import of torchvision gets a stand-in, unless it was imported before."""
-    if NAME in sys.modules:
+    """Within this context an import of torchvision gets a stand-in, unless it or onnx2torch was imported before."""
+    if NAME in sys.modules or "onnx2torch" in sys.modules:
         yield
         return
     whole, ops = ModuleType(NAME), _OnCall(f"{NAME}.ops")
