@@ -267,7 +267,7 @@ def relax(node: Node, boxes: list[Box]) -> Relaxed:
     free = {}
     for role, family in (("lower", lines.lower), ("upper", lines.upper)):
         if family.free is not None:
-            (index,) = places(family.free.amax(0) > 0)
+            (index,) = places(family.free.sum(0) > 0)
             if len(index):
                 free[role] = index
     return RelaxedActivation(lines, node.shape, free, _is_lean(lines))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from parverify.errors import UsageError
 from parverify.ops.activation import ACTIVATIONS, Activation, celu, elu, power, softplus
 from parverify.ops.lines import Family, FixedLine
+from parverify.ops.relu import MIN_WIDTH
 from parverify.ops.smooth import Smooth
 
 INF, NAN = math.inf, math.nan
@@ -163,32 +164,55 @@ def test_outside_of_the_domain_nothing_is_known(name: str, low: float, high: flo
     assert [part.item() for part in lines.upper.line()] == [0, INF]
 
 
+def relu_by_choices(l: Tensor, u: Tensor) -> list[Tensor]:
+    """Free, default slope, slope and intercept of the chord, and gap below, each chosen case by case."""
+    unstable, active = (l < 0) & (u > 0), (l >= 0) & (u >= l)
+    default = ((unstable & (u > -l)) | active).to(l.dtype)
+    sloped = unstable & (u - l < INF)
+    low, high = torch.where(sloped, l, -1.0), torch.where(sloped, u, 1.0)
+    high = torch.maximum(high, low + MIN_WIDTH)
+    slope = high / (high - low)
+    intercept = 2 * torch.finfo(l.dtype).eps * high - slope * low
+    flat = slope < torch.finfo(l.dtype).tiny
+    slope, intercept = torch.where(flat, 0.0, slope), torch.where(flat, high, intercept)
+    stable = active | ((u <= 0) & (l <= u))
+    slope = torch.where(sloped, slope, active.to(l.dtype))
+    intercept = torch.where(sloped, intercept, torch.where(stable, 0.0, INF))
+    below = torch.where(unstable, torch.minimum(u, -l), 0.0)
+    return [unstable.to(l.dtype), default, slope, intercept, torch.where(intercept.isfinite(), below, INF)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_relu_is_the_same_in_proper_boxes_with_or_without_others_beside_them(dtype: torch.dtype) -> None:
-    """A box that is no number has all of them taken step by step, the way that allows for anything."""
+def test_relu_in_factors_is_relu_in_choices(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     relu = ACTIVATIONS["relu"]
-    scales = 10.0 ** torch.arange(-12, 5)
-    center, radius = (draw(1, 40, 17, generator=generator, dtype=dtype) * scales for draw in (torch.randn, torch.rand))
-    l, u = (center - radius).reshape(1, -1), (center + radius.flip(-1)).reshape(1, -1)
-    special = torch.tensor([-1.0, -0.0, 0.0, 1.0, -1e-9, 1e-9, -1e4, 1e4], dtype=dtype)
-    pairs = torch.cartesian_prod(special, special)
-    l, u = torch.cat([l, pairs.amin(1)[None]], 1), torch.cat([u, pairs.amax(1)[None]], 1)
-    odd = torch.tensor([[NAN]], dtype=dtype)
-    beside = torch.cat([l, odd], 1), torch.cat([u, odd], 1)
-    plain, careful = relu.relax(l, u), relu.relax(*beside)
-    assert isinstance(plain.upper, FixedLine)
-    assert isinstance(careful.upper, FixedLine)
-    assert plain.upper.known
-    assert not careful.upper.known
-    for mine, other in ((plain.lower.free, careful.lower.free), (plain.lower.default(), careful.lower.default())):
-        assert torch.equal(mine, other[:, :-1])
-    for mine, other in zip(plain.upper.line(), careful.upper.line(), strict=True):
-        assert torch.equal(mine, other[:, :-1])
-    for mine, other in zip(relu.gap(l, u), relu.gap(*beside), strict=True):
-        assert torch.equal(mine, other[:, :-1])
-    for mine, other in zip(relu.interval(l, u), relu.interval(*beside), strict=True):
-        assert torch.equal(mine, other[:, :-1])
+    scales = 10.0 ** torch.arange(-12, 5, dtype=dtype)
+    center, radius = (draw(40, 17, generator=generator, dtype=dtype) * scales for draw in (torch.randn, torch.rand))
+    usual = center - radius.flip(-1), center + radius.flip(-1)
+    special = torch.tensor([NAN, INF, 3e38, 1e30, 1.0, 1e-9, 1e-40, 0.0], dtype=dtype)
+    pairs = torch.cartesian_prod(torch.cat([special, -special]), torch.cat([special, -special]))
+    for l, u, known in ((*usual, True), (pairs[:, :1], pairs[:, 1:], False)):
+        lines = relu.relax(l, u)
+        assert isinstance(lines.upper, FixedLine)
+        assert lines.upper.known == known
+        found = [lines.lower.free, lines.lower.default(), *lines.upper.line(), relu.gap(l, u)[1]]
+        for mine, expected in zip(found, relu_by_choices(l, u), strict=True):
+            assert mine is not None
+            assert torch.equal(mine, expected)
+
+
+def test_gradients_of_relu_in_factors_are_those_in_choices() -> None:
+    generator = torch.Generator().manual_seed(2)
+    l = torch.randn(5, 30, generator=generator, dtype=torch.float64) - 0.3
+    u = l + 2 * torch.rand(5, 30, generator=generator, dtype=torch.float64)
+    with torch.enable_grad():
+        l, u = l.requires_grad_(), u.requires_grad_()
+        slope, intercept = ACTIVATIONS["relu"].relax(l, u).upper.line()
+        assert intercept is not None
+        mine = torch.autograd.grad((3 * slope + intercept).sum(), (l, u))
+        slope, intercept = relu_by_choices(l, u)[2:4]
+        expected = torch.autograd.grad((3 * slope + intercept).sum(), (l, u))
+    torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_chord_that_underflows_is_the_constant_line() -> None:
