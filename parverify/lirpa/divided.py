@@ -81,7 +81,7 @@ class Divided:
         key = (dtype, device)
         if key not in self._executors:
             self._executors[key] = self.division.executor(dtype=dtype, device=device)
-            self._executors[key].frugal = self._executors[key].even = True
+            self._executors[key].frugal = True
             self._executors[key].worth = WORTH
         return self._executors[key]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from parverify.fold.lower import streamed
 from parverify.graph.ir import BoundGraph, Const, Node
 from parverify.lirpa.operators import Layout
-from parverify.ops.weighted import Part, Piece, parts, piece_of
+from parverify.ops.weighted import Part, Piece, parts, piece_of, whole
 from parverify.parallel.comm import Comm, agree
 from parverify.program.division import Division, Held, bare
 from parverify.program.steps import Lowering, Placement, divided_constants, resident, weighted_nodes
@@ -133,14 +133,16 @@ def _numel(shard: Shard) -> int:
 
 def _placed(graph: BoundGraph, placement: Placement, strategy: Strategy, found: Mapping[str, Where]) -> Placement:
     """A placement in which weights are multiplied where they lie."""
-    places = place_nodes(graph, strategy)
+    # one rank divides no channels, and multiplies what would be in shards in the parts of several ranks
+    several = placement.size > 1
+    places = place_nodes(graph, strategy) if several else {}
     lowerings = dict(placement.lowerings)
     for node in weighted_nodes(graph):
         where = found.get(node.consts["weight"])
-        if where is None or (placement.size > 1 and places[node.name].how in CHANNEL_PLACES):
+        if where is None or (several and places[node.name].how in CHANNEL_PLACES):
             continue
-        if placement.size == 1 and isinstance(where, Shard):
-            continue  # all of it
+        if not several and isinstance(where, Shard):
+            continue
         made = _lowering(node, where, placement.rank, ahead=strategy.prefetch)
         lowerings[node.name] = lowerings[node.name] if made is None else made
     return replace(placement, lowerings=lowerings)
@@ -148,7 +150,7 @@ def _placed(graph: BoundGraph, placement: Placement, strategy: Strategy, found: 
 
 def _lowering(node: Node, where: Where, rank: int, *, ahead: bool) -> Lowering | None:
     if isinstance(where, Tensor):  # at any number of ranks, so that parts are no use
-        return resident(node, tuple(where.shape), at_once=node.attrs.get("groups", 1) == 1)
+        return resident(node, (whole(node),))
     owners: dict[Part, int] = {}
     for part in parts(node, where.shape):
         owner = where.owner(piece_of(node, part))

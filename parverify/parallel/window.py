@@ -122,7 +122,7 @@ def open_window(comm: Comm, tensors: dict[Key, Tensor]) -> dict[Key, Tensor] | N
         for key in list(tensors):
             tensors[key] = file.keep(key, tensors[key])
         offer = _Offer(offer.machine, f"/proc/{os.getpid()}/fd/{file.descriptor}", file.length, file.places)
-    except (OSError, AttributeError) as error:  # no room, or no such system call
+    except (OSError, ValueError, AttributeError) as error:  # no room, or no such system call
         reason = str(error)
     sent = pickle.dumps(offer)
     found: dict[Key, Tensor] = {}
@@ -136,7 +136,7 @@ def open_window(comm: Comm, tensors: dict[Key, Tensor]) -> dict[Key, Tensor] | N
                 reason = reason or f"rank {rank} has no file to show"
             elif not reason:
                 found |= tensors if rank == comm.rank else other.map()  # type: ignore[arg-type]
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter from mmap, for a file that is shorter than it should be
             reason = str(error)
     failed = comm.all_max(int(bool(reason)))  # after it nobody opens anything any more
     if file is not None:

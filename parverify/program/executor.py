@@ -89,8 +89,7 @@ class Executor:
         self.weights = Weights(self.graph, self.placement, placed, self.comm, like, window)
         self._divided = divided
         self.frugal = False  # let go of the buffers of weights while no weight is needed; they are made anew each time
-        self.worth = 0  # products of fewer multiplications are done by every rank instead of dealing out their rows
-        self.even = False  # deal out as many tiles to one rank as to another, whatever rows then share a tile
+        self.worth = 0  # rows with fewer multiplications are bounded by every rank instead of dealing them out
         self._roles: dict[str, Consts] = {}
 
     @functools.cache  # noqa: B019  (an executor lives as long as its run)
@@ -163,7 +162,6 @@ class Executor:
         divided = self.splits_rows and count * work >= self.worth
         ranks, rank = (self.comm.size, self.comm.rank) if divided else (1, 0)
         tiles = -(-count // tile) if tile > 0 else min(count, ranks)
-        tiles = min(count, -(-tiles // ranks) * ranks) if self.even else tiles
         size, rounds = -(-count // tiles), -(-tiles // ranks)
         found: list[tuple[int, Tensor]] = []  # round, what its tile gave
         for number, times in self._rounds(rounds):

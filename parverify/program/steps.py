@@ -243,9 +243,8 @@ def products(node: Node, kind: str, some: Sequence[Part]) -> tuple[Product, ...]
     return tuple(Product(node.name, kind, part) for part in some)
 
 
-def resident(node: Node, weight_shape: Sequence[int], *, at_once: bool = False) -> Lowering:
-    """The whole weight on this rank, multiplied part by part as where it is divided, or at once."""
-    some = (whole(node),) if at_once else parts(node, weight_shape)
+def resident(node: Node, some: Sequence[Part]) -> Lowering:
+    """The whole weight on this rank, multiplied in these parts: those in which it is divided elsewhere, or at once."""
     push, pull = products(node, "push", some), products(node, "pull", some)
     pick = products(node, "pick", some)
     return Lowering((piece_of(node, whole(node)),), push, pull, pick, pull, push)
@@ -269,7 +268,8 @@ def divided_constants(graph: BoundGraph) -> tuple[str, ...]:
 def single(graph: BoundGraph) -> Placement:
     """One process: everything is resident."""
     lowerings = {
-        node.name: resident(node, graph.constants[node.consts["weight"]].value.shape) for node in weighted_nodes(graph)
+        node.name: resident(node, parts(node, graph.constants[node.consts["weight"]].value.shape))
+        for node in weighted_nodes(graph)
     }
     return Placement("single", 0, 1, lowerings)
 

@@ -9,7 +9,7 @@ recorded by autograd but gathered again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +188,27 @@ class Weights:
         elif isinstance(step, Free):
             self._release(name, step.piece)
 
+    def _bring(
+        self,
+        collective: str,
+        nbytes: int,
+        send: Callable[[], Pending],
+        wanted: Mapping[tuple[str, Piece], Tensor],
+        *,
+        source: bool = False,
+    ) -> Pending:
+        """Pieces into tensors: by a collective, or out of the other ranks' memory where this one can read it.
+
+        Args:
+            collective, nbytes, source: what is counted either way, see `parverify.parallel.traffic.received`.
+            send: starts the collective.
+            wanted: (weight constant, piece) -> what it is to fill.
+        """
+        if self._window is None:
+            return send()
+        copies = [(target, self._window[key]) for key, target in wanted.items()]
+        return self._comm.instead(collective, nbytes, copies, source=source)
+
     def _gather(self, step: Gather, name: str) -> None:
         if name in self._arriving or self._loaded.get(name):
             return
@@ -200,11 +221,13 @@ class Weights:
         slot = self._slot(step.node)
         out = slot.memory[: rows * self._comm.size * rest]
         view = out[: shape[0] * rest].view(shape)
-        if self._window is None:
-            pending = self._comm.all_gather(out, padded)
-        else:
-            pieces = [(piece.of(view), given) for (of, piece), given in self._window.items() if of == name]
-            pending = self._comm.instead("all_gather", padded.nbytes, pieces)
+        near = [key[1] for key in self._window or () if key[0] == name]
+        pending = self._bring(
+            "all_gather",
+            padded.nbytes,
+            lambda: self._comm.all_gather(out, padded),
+            {(name, piece): piece.of(view) for piece in near},
+        )
         everything = Piece((0, shape[0]), (0, shape[1]))
         self._arriving[name] = [_Arriving(everything, view, slot, pending, (padded,))]
 
@@ -212,19 +235,15 @@ class Weights:
         shape = step.piece.shape(self._shape(step.node))
         if step.source == self._comm.rank:
             mine = self._held[name][step.piece]
-            pending = (
-                self._comm.broadcast(mine, step.source)
-                if self._window is None
-                else self._comm.instead("broadcast", mine.nbytes, (), source=True)
+            pending = self._bring(
+                "broadcast", mine.nbytes, lambda: self._comm.broadcast(mine, step.source), {}, source=True
             )
             self._arriving.setdefault(name, []).append(_Arriving(step.piece, mine, None, pending))
             return
         slot = self._slot(step.node)
         view = slot.memory[: torch.Size(shape).numel()].view(shape)
-        pending = (
-            self._comm.broadcast(view, step.source)
-            if self._window is None
-            else self._comm.instead("broadcast", view.nbytes, [(view, self._window[name, step.piece])])
+        pending = self._bring(
+            "broadcast", view.nbytes, lambda: self._comm.broadcast(view, step.source), {(name, step.piece): view}
         )
         self._arriving.setdefault(name, []).append(_Arriving(step.piece, view, slot, pending))
 
@@ -234,11 +253,7 @@ class Weights:
         shape = step.take.shape(self._shape(step.node))
         slot = self._slot(step.node)
         view = slot.memory[: torch.Size(shape).numel()].view(shape)
-        pending = (
-            self._comm.shift(send, view)
-            if self._window is None
-            else self._comm.instead("shift", view.nbytes, [(view, self._window[name, step.take])])
-        )
+        pending = self._bring("shift", view.nbytes, lambda: self._comm.shift(send, view), {(name, step.take): view})
         self._arriving.setdefault(name, []).append(_Arriving(step.take, view, slot, pending, (send,)))
 
     # --- products -------------------------------------------------------------------------------------------------

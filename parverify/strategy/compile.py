@@ -53,7 +53,7 @@ def compile_placement(graph: BoundGraph, strategy: Strategy, rank: int, size: in
     by: dict[str, list[Node]] = {}
     for name, place in places.items():
         by.setdefault(place.how, []).append(graph[name])
-    lowerings = {node.name: resident(node, _shape(graph, node)) for node in by.get("replicate", [])}
+    lowerings = {node.name: resident(node, parts(node, _shape(graph, node))) for node in by.get("replicate", [])}
     lowerings |= {node.name: gathered(node, _shape(graph, node), rank, size) for node in by.get("gather", [])}
     # The ring needs a shard for every rank; smaller weights are streamed.
     ring: list[Node] = []

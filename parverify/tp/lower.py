@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from parverify.errors import UsageError
 from parverify.graph.ir import BoundGraph, Node
-from parverify.ops.weighted import Part, channel_dim, in_channels, out_channels, piece_of
+from parverify.ops.weighted import Part, channel_dim, in_channels, out_channels, parts, piece_of
 from parverify.program.steps import Channels, Collect, Lowering, Product, Reduce, Slice, even, resident
 from parverify.tp.zones import Zone, find_zones
 
@@ -44,7 +44,7 @@ def tp_lowerings(
     if interm not in INTERM:
         raise UsageError(f"interm is {interm!r}; choose one of {', '.join(INTERM)}")
     zones = find_zones(graph, names, size)
-    lowerings = {name: resident(graph[name], _weight_shape(graph, name)) for name in zones.whole}
+    lowerings = {name: resident(graph[name], parts(graph[name], _weight_shape(graph, name))) for name in zones.whole}
     lowerings |= {name: alone(graph[name], rank, size) for name in zones.alone}
     channels: dict[str, Channels] = {}
     for zone in zones.pairs:

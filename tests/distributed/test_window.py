@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,6 +94,10 @@ def _little_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "posix_fallocate", some)
 
 
+def _too_short(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(window._Offer, "map", lambda offer: mmap.mmap(os.memfd_create("empty"), 8))
+
+
 def _elsewhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(window, "_machine", lambda: ("another", "machine"))
 
@@ -127,6 +132,7 @@ def _closed(world: World, broken: Callable[[pytest.MonkeyPatch], None]) -> tuple
         (_little_room, "No space left"),
         (_elsewhere, "different machines"),
         (_forbidden, "Permission denied"),
+        (_too_short, "greater than file size"),
     ],
 )
 def test_where_one_rank_cannot_read_all_of_them_send(broken: Callable[[pytest.MonkeyPatch], None], reason: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parverify.errors import DisagreementError, UsageError
-from parverify.lirpa import apply_fsdp, apply_tp, shard
+from parverify.lirpa import apply_fsdp, apply_tp, divided, shard
 from parverify.lirpa.compat import Lirpa, lirpa
 from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
@@ -19,6 +19,14 @@ from tests.lirpa.networks import around, bounded, far, network, quiet
 METHODS = ("IBP", "CROWN-IBP", "CROWN")
 NAMES = ("mlp", "conv", "residual", "transformer")
 Found = dict[tuple[str, str, bool], tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def rows_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles of eight, although networks as small as these are not worth it."""
+    monkeypatch.setattr(divided, "WORTH", 0)
+    monkeypatch.setattr(divided, "TILE", (0, 8))
+    monkeypatch.setattr(divided, "SHARDED_TILE", (0, 8))
 
 
 def bounds(name: str, module: Any) -> Found:
@@ -170,6 +178,7 @@ def test_weights_are_used_where_they_lie(library: Lirpa) -> None:
     _, whole, _, reference = _lying(World(), applied=False)
     for beside, size, calls, found in on_ranks(2, _lying, False):
         assert not beside and size == whole and not calls.get("broadcast")
+        assert calls["all_gather"] == 5  # of the rows on three layers and on the outputs, and of what is agreed on
         assert torch.equal(found[0], reference[0]) and torch.equal(found[1], reference[1])
     alone, _, _, reference = _lying(World(), applied=True)  # in smaller tiles
     assert not alone
@@ -181,6 +190,14 @@ def test_weights_are_used_where_they_lie(library: Lirpa) -> None:
     assert sorted(shape for beside, *_ in ranks for shape in beside) == [
         (3, 200), (36, 200), (128, 256), (164, 200),
     ]  # fmt: skip
+
+
+def test_rows_that_are_not_worth_it_are_bounded_by_every_rank(library: Lirpa, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, reference = _lying(World(), applied=False)
+    monkeypatch.setattr(divided, "WORTH", 1 << 40)
+    for _, _, calls, found in on_ranks(2, _lying, False):
+        assert calls["all_gather"] == 1  # what is agreed on
+        assert torch.equal(found[0], reference[0]) and torch.equal(found[1], reference[1])
 
 
 def _different(world: World) -> str:

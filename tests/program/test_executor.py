@@ -119,13 +119,34 @@ def test_sizes() -> None:
 def test_the_work_of_a_row_is_what_torch_counts_for_a_value() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    for name in NETWORKS:
+    weighted = [name for name in NETWORKS if not {node.op for node in made(name)} & {"matmul", "sparse"}]
+    assert len(weighted) > len(NETWORKS) // 2  # the others multiply constants that are no weights
+    for name in weighted:
         graph = made(name)
         executor = Executor(graph, dtype=torch.float64)
-        if {node.op for node in graph} & {"matmul", "sparse"}:
-            continue  # constants that are no weights
         region = random_box(graph, 1, 0.1, 1, torch.float64)
         with FlopCounterMode(display=False) as counted:
             executor.evaluate(region.lower)
         assert executor.work(graph.output) == counted.get_total_flops() // 2, name
         assert executor.work(graph.output, 10) == 31 * executor.work(graph.output)
+
+
+def test_a_weight_multiplied_at_once_or_in_parts_gives_the_same_bounds() -> None:
+    from parverify.ops.weighted import parts, whole
+    from parverify.program.steps import Placement, resident, weighted_nodes
+    from tests.distributed.test_divided import WIDE, wide
+
+    for name in WIDE:
+        graph, region = wide(name, torch.float64)
+        nodes = weighted_nodes(graph)
+        cut = {node.name: parts(node, graph.constants[node.consts["weight"]].value.shape) for node in nodes}
+        assert max(map(len, cut.values())) > 1
+        found = []
+        for some in (cut, {node.name: (whole(node),) for node in nodes}):
+            placement = Placement("single", 0, 1, {node.name: resident(node, some[node.name]) for node in nodes})
+            executor = Executor(graph, dtype=torch.float64, placement=placement)
+            with torch.no_grad():
+                layers = bound_layers(executor, region, BoundOptions("crown"))
+                rows = both_signs(torch.arange(graph[graph.output].numel), None, torch.float64)
+                found.append(executor.sweep(graph.output, rows, layers.relaxed, region).lower)
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)

@@ -6,7 +6,7 @@ import pytest
 
 from parverify.errors import UsageError
 from parverify.graph.ir import BoundGraph
-from parverify.ops.weighted import WEIGHTED
+from parverify.ops.weighted import WEIGHTED, parts
 from parverify.program.steps import check_matching, compile_sweep, resident
 from parverify.tp.lower import tp_lowerings
 from parverify.tp.zones import Zones, find_zones
@@ -76,7 +76,7 @@ def test_every_entry_of_a_divided_weight_is_on_one_rank(name: str, size: int) ->
         for rank in range(size):
             (piece,) = placed[rank].lowerings[node.name].held
             piece.of(count).add_(1)
-        divided = placed[0].lowerings[node.name] != resident(node, whole.shape)
+        divided = placed[0].lowerings[node.name] != resident(node, parts(node, whole.shape))
         assert (count == (1 if divided else size)).all()
 
 
