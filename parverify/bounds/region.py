@@ -162,8 +162,14 @@ def outward_box(lower: Tensor, upper: Tensor, dtype: torch.dtype, device: torch.
 
 
 def select(region: Region, index: Tensor) -> Region:
-    """The domains `index` of a region."""
+    """The domains `index` of a region.
+
+    Raises:
+        IndexError: it has no such domain.
+    """
     if isinstance(region, BoxRegion) and region.domains == 1:
+        if len(index) and bool((index != 0).any()):
+            raise IndexError("a region of one domain has no other")
         return BoxRegion(region.lower.expand(len(index), -1), region.upper.expand(len(index), -1))
     if isinstance(region, BoxRegion):
         return BoxRegion(region.lower.index_select(0, index), region.upper.index_select(0, index))

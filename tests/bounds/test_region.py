@@ -162,6 +162,9 @@ def test_domains_in_one_box_are_bounded_like_boxes_of_their_own() -> None:
     one = select(BoxRegion(low, low + 0.3), torch.zeros(150, dtype=torch.int64))
     assert isinstance(one, BoxRegion)
     assert one.domains == 150
+    for region in (BoxRegion(low, low), BoxRegion(low.expand(2, -1).clone(), low.expand(2, -1).clone())):
+        with pytest.raises(IndexError):
+            select(region, torch.tensor([0, 2]))
     own = BoxRegion(one.lower.clone(), one.upper.clone())
     rows = torch.randn(300, 5, generator=generator, dtype=torch.float64)
     owner = torch.arange(150).repeat(2)
