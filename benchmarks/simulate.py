@@ -7,7 +7,7 @@ The search is real (`parverify.bab.driver.search`, the exchange, processes), ove
 to 10 ms each. A cost is a sleep, so that more ranks than cores can be measured. The run on one rank is recorded as
 `parverify run --json` records it; from that record alone all numbers of ranks are simulated. The tree is not the
 simulator's: its shares are fixed, its order is not by weight, and its costs belong to the domains. With `--instance`
-the runs are those of `parverify run` on a network, for as many ranks as there are cores. Exits with status 1 if a
+the runs are those of `parverify run` on a network, and ranks share this machine's cores. Exits with status 1 if a
 simulated time is further from the median of the measured ones than the limit.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -170,11 +171,12 @@ def main() -> int:
     runs = {size: sorted((one(size) for _ in range(options.runs)), key=lambda run: run.search) for size in sizes}
     middle = runs[sizes[0]][len(runs[sizes[0]]) // 2]
     scenarios = fit(read_measured(middle.report, "the first run"))
+    cores = len(os.sched_getaffinity(0)) if options.instance else None
     print("| ranks | measured s (each run) | median s | bounded | simulated s | bounded | idle | difference |")
     print("|---|---|---|---|---|---|---|---|")
     worst = 0.0
     for size in sizes:
-        found = forecast(scenarios, Machine(size))
+        found = forecast(scenarios, Machine(size, cores=cores))
         measured = median(run.search for run in runs[size])
         off = found.search / measured - 1
         worst = max(worst, abs(off))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 _CALIBRATE = 20.0
 _MOST = 65536
-SIMULATION = ("measured", "calibrate", "domains", "nodes", "latency")  # options of `--simulate` alone
+SIMULATION = ("measured", "calibrate", "domains", "nodes", "cores", "latency")  # options of `--simulate` alone
 
 
 def simulate_options(function: Function) -> Function:
@@ -46,6 +46,7 @@ def simulate_options(function: Function) -> Function:
         ),
         click.option("--domains", type=click.IntRange(min=2), help="Bounded in all, instead of the measured number."),
         click.option("--nodes", type=click.IntRange(min=1), default=1, help="Machines over which ranks are spread."),
+        click.option("--cores", type=click.IntRange(min=1), help="Of a machine, shared by its ranks; one each without it."),
         click.option("--latency", type=Seconds(), help="Of a message between machines; 0.0002 without it."),
     ]  # fmt: skip
     for option in reversed(options):
@@ -80,13 +81,15 @@ def show_forecast(options: dict[str, Any], started: float) -> None:
             err=True,
         )
     scenarios = fit(measured, domains=options["domains"])
-    found = forecasts(scenarios, options["simulate"], nodes=options["nodes"], latency=options["latency"])
+    machine = {name: options[name] for name in ("nodes", "cores", "latency") if options[name] is not None}
+    found = forecasts(scenarios, options["simulate"], **machine)
     content = {
         "model": options["model"],
         "spec": options["spec"],
         "measured": asdict(measured),
         "scenarios": [asdict(scenario) for scenario in scenarios],
         "nodes": options["nodes"],
+        "cores": options["cores"],
         "forecasts": [asdict(one) for one in found],
     }
     for key in ("batches", "curve"):  # the times stand in the scenario
@@ -101,7 +104,7 @@ def show_forecast(options: dict[str, Any], started: float) -> None:
 
 
 def forecasts(
-    scenarios: Sequence[Scenario], ranks: int, *, nodes: int = 1, latency: float | None = None
+    scenarios: Sequence[Scenario], ranks: int, *, nodes: int = 1, **machine: Any
 ) -> list[Forecast]:
     """Forecasts for the powers of two up to `ranks`, and for `ranks`.
 
@@ -109,7 +112,7 @@ def forecasts(
         scenarios: what is simulated; the median counts.
         ranks: the most.
         nodes: machines over which the most are spread; fewer ranks fill as many of them as they need.
-        latency: seconds of a message between machines.
+        machine: what else `Machine` takes.
 
     Raises:
         UsageError: there are fewer ranks than machines.
@@ -117,11 +120,10 @@ def forecasts(
     from parverify.simulate.measured import forecast
     from parverify.simulate.model import Machine
 
-    extra = {} if latency is None else {"latency": latency}
     Machine(ranks, nodes=nodes)  # refuses what does not fit
     each = -(-ranks // nodes)
     sizes = sorted({*(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks), ranks})
-    return [forecast(scenarios, Machine(size, nodes=min(size, -(-size // each)), **extra)) for size in sizes]
+    return [forecast(scenarios, Machine(size, nodes=min(size, -(-size // each)), **machine)) for size in sizes]
 
 
 def _read(file: str, options: Mapping[str, Any]) -> Measured:

@@ -95,6 +95,7 @@ class Simulation:
         self._seen = np.zeros(machine.ranks, dtype=np.int64)  # each rank's open domains when it last looked
         self._events: list[tuple[float, int, int, int, tuple[int, ...]]] = []
         self._numbers = itertools.count()
+        self._running = [0] * machine.nodes  # batches on each machine
         self._left = 0  # open domains anywhere, those in batches and on their way included
         self._bounded = self._batches = self._messages = self._moved = self._largest = 0
         self._closed = 0
@@ -148,7 +149,7 @@ class Simulation:
         domains = [heapq.heappop(mine.pool) for _ in range(count)]
         children, still = self._splitter.split(domains, mine.size.size)
         factor = batches.factors[int(self._random.random() * len(batches.factors))]
-        seconds = (batches.base + batches.each * children) * factor
+        seconds = (batches.base + batches.each * children) * factor * self._crowded(rank)
         mine.busy += seconds
         self._bounded += children
         self._batches += 1
@@ -159,6 +160,7 @@ class Simulation:
 
     def _batch_done(self, rank: int, now: float, data: tuple[int, ...]) -> None:
         pool = self._ranks[rank].pool
+        self._running[self._machine.node(rank)] -= 1
         self._left -= data[0]
         self._closed += data[1]
         for domain in data[2:]:
@@ -243,6 +245,13 @@ class Simulation:
         self._count(1)
         if self._ranks[peer].turn == turn:  # it still waits for this answer
             self._next_ask(peer, now + self._way(rank, peer), place + 1)
+
+    def _crowded(self, rank: int) -> float:
+        """How many times longer one more batch on this rank's machine takes, by what runs there as it begins."""
+        machine = self._machine
+        node = machine.node(rank)
+        self._running[node] += 1
+        return 1.0 if machine.cores is None else max(1.0, self._running[node] / machine.cores)
 
     # --- the way ------------------------------------------------------------------------------------------------------
 

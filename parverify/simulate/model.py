@@ -40,6 +40,7 @@ class Machine:
     Args:
         ranks: each a group of its own.
         nodes: machines, over which ranks are spread in blocks.
+        cores: of each machine, which batches that run at once share evenly; None is one for each rank.
         latency: seconds of a message between machines.
         local: seconds of a message within a machine.
         handling: seconds that a rank spends on each message it sends.
@@ -48,6 +49,7 @@ class Machine:
 
     ranks: int
     nodes: int = 1
+    cores: int | None = None
     latency: float = 2e-4
     local: float = 1e-4
     handling: float = 5e-5
@@ -56,6 +58,8 @@ class Machine:
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= self.ranks:
             raise UsageError(f"{self.ranks} ranks can't be spread over {self.nodes} nodes", "give fewer nodes")
+        if self.cores is not None and self.cores < 1:
+            raise UsageError(f"a machine has no {self.cores} cores", "give at least one")
 
     def node(self, rank: int) -> int:
         """On which machine a rank is."""

@@ -62,6 +62,22 @@ def test_more_ranks_are_faster_and_slow_messages_are_slower() -> None:
     assert far.search > near.search + 1.0 and far.idle > near.idle
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_cores_for_all_ranks_change_nothing(ranks: int) -> None:
+    assert simulate(scenario(2000), Machine(ranks, cores=ranks)) == simulate(scenario(2000), Machine(ranks))
+
+
+def test_ranks_that_share_cores_are_as_fast_as_the_cores() -> None:
+    case = Scenario(Shape(20000, wide=False), replace(BATCHES, start=16, fixed=True))
+    alone, shared, own = (simulate(case, Machine(ranks, cores=cores)) for ranks, cores in [(2, 2), (4, 2), (4, 4)])
+    assert shared.search == pytest.approx(alone.search, rel=0.05)
+    assert own.search < 0.6 * shared.search
+    split = simulate(case, Machine(4, nodes=2, cores=2))
+    assert split.search == pytest.approx(own.search, rel=0.05)
+    with pytest.raises(UsageError, match="no 0 cores"):
+        Machine(4, cores=0)
+
+
 def test_few_domains_are_split_over_several_levels() -> None:
     splitter = Splitter(Shape(1000, skew=0.5))
     assert splitter.split([1000], 16)[0] == 16
@@ -208,6 +224,10 @@ def test_plan_simulates_powers_of_two_from_a_report(tmp_path: Path) -> None:
     assert [one["ranks"] for one in content["forecasts"]] == [1, 2, 4, 8, 12]
     assert content["forecasts"][0]["search"] > content["forecasts"][2]["search"]
     assert plan(tmp_path, "--simulate", "12", "--measured", str(path), "--json", "-").stdout.startswith("{")
+    shared = plan(tmp_path, "--simulate", "4", "--cores", "1", "--measured", str(path), "--json", "-")
+    content = json.loads(shared.stdout)
+    assert content["cores"] == 1
+    assert content["forecasts"][2]["search"] > 0.8 * content["forecasts"][0]["search"]
 
 
 def test_plan_warns_of_a_run_without_a_proof(tmp_path: Path) -> None:
@@ -224,6 +244,7 @@ def test_plan_warns_of_a_run_without_a_proof(tmp_path: Path) -> None:
     [
         (["--measured", "absent.json"], "can't read absent.json"),
         (["--measured", "RUN", "--nodes", "5"], "can't be spread over 5 nodes"),
+        (["--measured", "RUN", "--cores", "0"], "--cores"),
         (["--measured", "RUN", "--latency", "-1"], "positive"),
     ],
 )
