@@ -46,7 +46,7 @@ def simulate_options(function: Function) -> Function:
         ),
         click.option("--domains", type=click.IntRange(min=2), help="Bounded in all, instead of the measured number."),
         click.option("--nodes", type=click.IntRange(min=1), default=1, help="Machines over which ranks are spread."),
-        click.option("--cores", type=click.IntRange(min=1), help="Of a machine; its ranks share them if there are more."),
+        click.option("--cores", type=click.IntRange(min=1), help="Of a machine; shared where it has more ranks."),
         click.option("--latency", type=Seconds(), help="Of a message between machines; 0.0002 without it."),
     ]  # fmt: skip
     for option in reversed(options):
