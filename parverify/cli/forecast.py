@@ -103,9 +103,7 @@ def show_forecast(options: dict[str, Any], started: float) -> None:
             click.echo("\n".join(table(measured, scenarios, found)))
 
 
-def forecasts(
-    scenarios: Sequence[Scenario], ranks: int, *, nodes: int = 1, **machine: Any
-) -> list[Forecast]:
+def forecasts(scenarios: Sequence[Scenario], ranks: int, *, nodes: int = 1, **machine: Any) -> list[Forecast]:
     """Forecasts for the powers of two up to `ranks`, and for `ranks`.
 
     Args:
