@@ -83,6 +83,7 @@ class Divided:
             self._executors[key] = self.division.executor(dtype=dtype, device=device)
             self._executors[key].frugal = True
             self._executors[key].worth = WORTH
+            self._executors[key].skips = True
         return self._executors[key]
 
     def _tile(self, executor: Executor) -> int:

@@ -9,6 +9,7 @@ McCormick planes, mixed by alpha. Alphas are packed: only neurons that are free 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -124,6 +125,19 @@ def dot(A: Tensor, table: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Living:
+    """A relaxation on those of its neurons that pass anything on; the others are zero on all domains.
+
+    Args:
+        index: (K,) flat, ascending.
+        relaxed: of these neurons, shape (K,).
+    """
+
+    index: Tensor
+    relaxed: RelaxedActivation
+
+
+@dataclass(frozen=True)
 class RelaxedActivation:
     """An elementwise activation: one lower and one upper line per neuron.
 
@@ -153,6 +167,22 @@ class RelaxedActivation:
             return self
         slope = torch.where(lower.free > 0, (high > -low).to(low.dtype), lower.slope)
         return replace(self, lines=Lines(SlopeLine(lower.free, slope), self.lines.upper))
+
+    @functools.cached_property
+    def living(self) -> Living | None:
+        """A ReLU's lines without neurons that are off on all domains; None where that can't be said."""
+        lower, upper = self.lines.lower, self.lines.upper
+        if not self.lean or not isinstance(lower, SlopeLine) or not isinstance(upper, FixedLine):
+            return None
+        tables = lower.free, lower.slope, upper.slope, upper.intercept
+        if lower.slope.is_meta:
+            return None
+        some = functools.reduce(torch.logical_or, ((table != 0).any(0) for table in tables))  # true for no number, too
+        index = torch.nonzero(some).flatten()
+        free, slope, chord, intercept = (table.index_select(1, index) for table in tables)
+        lines = Lines(SlopeLine(free, slope), FixedLine(chord, intercept, upper.known))
+        roles = {role: torch.searchsorted(index, where) for role, where in self.free.items()}
+        return Living(index, RelaxedActivation(lines, (len(index),), roles, lean=True))
 
     def _family(self, role: str) -> Family:
         return self.lines.lower if role == "lower" else self.lines.upper

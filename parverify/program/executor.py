@@ -38,7 +38,7 @@ from parverify.program.steps import (
     weighted_nodes,
 )
 from parverify.program.sweep import Splits, Sweep, Swept
-from parverify.program.weights import Weights, collect_channels, mapped
+from parverify.program.weights import Weights, collect_channels, mapped, takes_some
 
 
 class Executor:
@@ -89,6 +89,7 @@ class Executor:
         self.weights = Weights(self.graph, self.placement, placed, self.comm, like, window)
         self._divided = divided
         self.frugal = False  # let go of the buffers of weights while no weight is needed; they are made anew each time
+        self.skips = False  # leave neurons that are off on all domains out of rows and products; other rounding
         self.worth = 0  # rows with fewer multiplications are bounded by every rank instead of dealing them out
         self._roles: dict[str, Consts] = {}
 
@@ -103,6 +104,15 @@ class Executor:
             whole = {role: name for role, name in node.consts.items() if name not in self._divided}
             self._roles[node.name] = {role: self._constants[name] for role, name in whole.items()}
         return self._roles[node.name]
+
+    @functools.cache  # noqa: B019
+    def takes_some(self, name: str) -> bool:
+        """Whether rows that arrive on a node may have coefficients on some of its scalars alone."""
+        node = self.graph[name]
+        readers = sum(name in other.inputs for other in self.graph.nodes)
+        if not self.skips or self.live or readers != 1 or node.op not in WEIGHTED or name in self.placement.channels:
+            return False
+        return takes_some(node, self.placement.lowerings[name].push)
 
     @functools.cache  # noqa: B019
     def offset(self, node: Node) -> Tensor:

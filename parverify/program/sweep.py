@@ -17,7 +17,7 @@ from torch import Tensor
 from parverify.errors import ModelError
 from parverify.graph.ir import Node
 from parverify.ops.kernel import KERNEL, Consts
-from parverify.ops.relaxation import Alpha, Relaxed, dot, rows_of
+from parverify.ops.relaxation import Alpha, Living, Relaxed, RelaxedActivation, dot, rows_of
 from parverify.ops.rounding import row_slack
 from parverify.ops.weighted import bias_rows
 from parverify.parallel.collectives import copy, total
@@ -28,6 +28,9 @@ from parverify.program.weights import mapped
 
 if TYPE_CHECKING:
     from parverify.program.executor import Executor
+
+
+COPY = 40  # multiplications that take as long as to copy an entry of a weight
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class Sweep:
         self._rows: Rows | None = rows  # let go once they are on their way
         self.owner = rows.owner if domains > 1 else None
         self._waiting: dict[str, list[Tensor]] = {}
+        self._some: dict[str, Tensor] = {}  # node -> the scalars that the rows waiting there have, where not all
         like = rows.sign if isinstance(rows, OneHot) else rows.A
         self.sums = Sums(like, len(rows), weighed=weighed)
         # of channels that only this rank has
@@ -180,12 +184,16 @@ class Sweep:
             raise ModelError(f"node {node.name} ({node.op}) is not affine")
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
-        if step.inner and not executor.live:
+        index = self._some.pop(node.name, None)
+        if index is not None:
+            parts = [executor.weights.push_some(node, step.inner, A, index)]
+            constant = A @ consts["bias"].index_select(0, index) if "bias" in consts else None
+        elif step.inner and not executor.live:
             parts = mapped(executor.weights, node, (step.inner, step.adjoint, False), None, [A])
             constant = self._bias(node, consts, A)
         else:
             parts, constant = rule.backward(node, consts, A)
-        self._sums_of(node.name).add(constant, self._rounding(node, A, constant))
+        self._sums_of(node.name).add(constant, self._rounding(node, A, constant, index))
         self._put(node, parts)
 
     def _bias(self, node: Node, consts: Consts, A: Tensor) -> Tensor | None:
@@ -196,8 +204,8 @@ class Sweep:
             bias = bias[place.mine[0] : place.mine[1]]
         return bias_rows(node, bias, A)
 
-    def _rounding(self, node: Node, A: Tensor, constant: Tensor | None) -> Tensor | None:
-        """What pushing the rows through an affine node adds to their mass."""
+    def _rounding(self, node: Node, A: Tensor, constant: Tensor | None, index: Tensor | None) -> Tensor | None:
+        """What pushing the rows through an affine node adds to their mass; `index` as in `_some`."""
         if not self._weighed:
             return None
         magnitude = self._magnitudes.get(node.name)
@@ -208,12 +216,30 @@ class Sweep:
         mine = self._executor.channels(node.name)
         if mine is not None:
             magnitude = magnitude[:, mine[0] : mine[1]]
+        magnitude = magnitude if index is None else magnitude.index_select(1, index)
         table = magnitude if len(magnitude) == 1 else rows_of(magnitude, self.owner)
         return dot(A.detach().abs().reshape(A.shape[0], -1), table)
+
+    def _living(
+        self, node: Node, relaxed: Relaxed, A: Tensor, alpha: Alpha | None, splits: Mapping[str, Splits]
+    ) -> Living | None:
+        """The neurons that rows need to be pushed through, where that saves time; None for all of them."""
+        (name, *others), rows = node.inputs, A.shape[0]
+        if others or not self._executor.takes_some(name) or name in splits or A.is_meta:
+            return None
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (A, *(alpha or {}).values()))
+        living = None if recorded or not isinstance(relaxed, RelaxedActivation) else relaxed.living
+        if living is None or rows * (node.numel - len(living.index)) < COPY * len(living.index):
+            return None
+        return living
 
     def relax(self, node: Node, relaxed: Relaxed, alpha: Alpha | None, splits: Mapping[str, Splits]) -> None:
         A = self.at(node.name, splits)
         self._waiting.pop(node.name, None)
+        living = self._living(node, relaxed, A, alpha, splits)
+        if living is not None:
+            A, relaxed = A.reshape(A.shape[0], -1).index_select(1, living.index), living.relaxed
+            self._some[node.inputs[0]] = living.index
         parts, constant = relaxed.push(A, self.owner, alpha)
         mass = relaxed.mass(A.detach(), self.owner, constant.detach()) if self._weighed else None
         self._sums_of(node.name).add(constant, mass)

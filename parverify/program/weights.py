@@ -19,7 +19,17 @@ from torch import Tensor
 from parverify.errors import ParverifyError
 from parverify.graph.ir import BoundGraph, Node
 from parverify.ops.places import places_in_rounds
-from parverify.ops.weighted import Part, Piece, channel_dim, channel_of, out_channels, pick, piece_of, whole
+from parverify.ops.weighted import (
+    Part,
+    Piece,
+    channel_dim,
+    channel_of,
+    in_channels,
+    out_channels,
+    pick,
+    piece_of,
+    whole,
+)
 from parverify.parallel.comm import Comm, Pending
 from parverify.program.products import Result, Sum
 from parverify.program.steps import (
@@ -266,6 +276,36 @@ class Weights:
             known = self._sums[id(steps)] = (node, steps, made)  # `steps` stay alive, so that their id stays theirs
         return known[2]
 
+    def push_some(self, node: Node, steps: tuple[Inner, ...], A: Tensor, index: Tensor) -> Tensor:
+        """Push rows that have coefficients on some channels of a linear node only, see `takes_some`.
+
+        Args:
+            node: the node.
+            steps: of a push.
+            A: (N, K) the rows.
+            index: (K,) their channels, ascending.
+
+        Returns:
+            (N, *in_shape).
+        """
+        out: Tensor | None = None
+        for step in steps:
+            if not isinstance(step, Product):
+                self.load(step)
+                continue
+            weight, (begin, end) = self.piece(node, step.part), step.part.out
+            first, last = 0, len(index)
+            if (begin, end) != (0, out_channels(node)):
+                first, last = torch.searchsorted(index, index.new_tensor([begin, end])).tolist()
+            some = weight.index_select(0, index[first:last] - begin if begin else index[first:last])
+            if out is None:
+                out = A[:, first:last] @ some
+            else:
+                out.addmm_(A[:, first:last], some)
+        if out is None:
+            raise ParverifyError(f"node {node.name}: the program multiplies nothing")
+        return out.reshape(len(A), *node.attrs["in_shapes"][0])
+
     def run(
         self, node: Node, steps: tuple[Inner, ...], xs: Sequence[Tensor], absolute: Sequence[bool] | None = None
     ) -> list[Tensor]:
@@ -348,6 +388,18 @@ class Weights:
         at = places_in_rounds(here, (node.name, part), math.ceil(share * len(index)))
         if len(at):
             out[at] = pick(node, weight, index[at], sign[at], part.out[0])
+
+
+def takes_some(node: Node, steps: Sequence[Inner]) -> bool:
+    """Whether rows may be pushed on some channels of a node alone (`Weights.push_some`): a vector's linear layer, whose
+    products take all of a row and give all of its inputs."""
+    if node.op != "linear" or node.numel != out_channels(node):
+        return False
+    inputs = (0, in_channels(node))
+    products = [step for step in steps if isinstance(step, Product)]
+    moves = [step for step in steps if isinstance(step, (Gather, Broadcast, Wait, Free))]
+    covered = sum(step.part.out[1] - step.part.out[0] for step in products) == out_channels(node)
+    return covered and len(products) + len(moves) == len(steps) and all(step.part.into == inputs for step in products)
 
 
 def collect_channels(comm: Comm, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
