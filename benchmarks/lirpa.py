@@ -7,7 +7,8 @@ VNNCOMP is a folder with the competition's benchmarks. AUTO_LIRPA names auto_LiR
 taken); AUTO_LIRPA_PYTHON the Python for the runs without parverify's engine, because auto_LiRPA's alphas get no
 gradient under newer versions of torch than it allows. Every figure comes from processes of its own, one thread a rank;
 seconds are the best of the repetitions after a first call, a peak is that of the worst rank's live tensors, weights
-included. CPU seconds are those of one rank, and tell more than seconds on a machine that does other things too.
+included; of a weight that ranks hold together each has its part. CPU seconds are those of one rank, and tell more than
+seconds on a machine that does other things too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def script(module: Any, x: Any, method: str, repeat: int, meter: bool) -> dict[s
         if engine is not None:
             (executor,) = engine._divided._executors.values()
             held += [tensor for tensor in executor.resident() if all(tensor is not other for other in held)]
-        with MemoryMeter(held) as meter_:
+        near = [node for node in module._modules.values() if getattr(node, "near", None) is not None]
+        common = [node.near.whole(node.param, node.layout.shape) for node in near]
+        with MemoryMeter(held, common) as meter_:
             low, high = module.compute_bounds(x=(x,), method=method)
         return {"peak": meter_.peak_bytes, "lower": low.flatten().tolist(), "upper": high.flatten().tolist()}
     seconds, busy = [], []

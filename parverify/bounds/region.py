@@ -17,7 +17,7 @@ from parverify.errors import UsageError
 from parverify.ops.kernel import Box, inflate
 from parverify.ops.rounding import slack
 
-BLOCK = 64  # rows whose magnitudes exist at once
+BLOCK = 32  # rows whose magnitudes exist at once
 
 
 class Region(Protocol):

@@ -10,9 +10,10 @@ from torch import nn
 
 from parverify.errors import UsageError
 from parverify.lirpa.compat import lirpa
-from parverify.lirpa.operators import VALUES, Layout, Source, operator, placeholder
+from parverify.lirpa.operators import VALUES, Layout, Near, Source, operator, placeholder
 from parverify.lirpa.ranks import comm_of
 from parverify.parallel.comm import Comm
+from parverify.parallel.window import hold_together
 
 _LOG = logging.getLogger("parverify.lirpa")
 
@@ -64,9 +65,19 @@ def _apply(bounded: Any, comm: Comm, instead: dict[str, str]) -> Any:
             kept.append(node.ori_name)
             continue
         _divide(node, uses, comm, instead)
+    _let_read([node for node in bounded._modules.values() if hasattr(node, "layout")], comm)
     if kept and comm.rank == 0:
         _LOG.warning("weights that stay whole on every rank, because other operators read them: %s", ", ".join(kept))
     return bounded
+
+
+def _let_read(nodes: list[Any], comm: Comm) -> None:
+    """Put the ranks' parts of weights where those of one machine have them in common."""
+    nodes = [node for node in nodes if not node.layout.rows and node.param.device.type == "cpu"]
+    found = hold_together(comm, [node.param.detach() for node in nodes])
+    for node, both in zip(nodes, found or (), strict=False):
+        node.param.data = both.part
+        node.near = Near(both)
 
 
 def _uses(bounded: Any, node: Any, between: tuple[Any, ...]) -> Iterator[tuple[Any, Source | None]]:

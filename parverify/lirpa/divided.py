@@ -22,7 +22,7 @@ from parverify.lirpa.in_place import divide_in_place
 from parverify.lirpa.request import Request
 from parverify.ops.kernel import Box
 from parverify.ops.rounding import allowance
-from parverify.parallel.comm import Comm
+from parverify.parallel.comm import Comm, agreeing
 from parverify.parallel.shared import from_first
 from parverify.program.division import Division
 from parverify.program.executor import Executor
@@ -34,7 +34,7 @@ from parverify.strategy.directives import Strategy
 # of rows at the widest node, and the least rows of a tile: auto_LiRPA's networks are small, and so is the work beside
 # their weights. Where the weights are divided, memory is what counts, and tiles are smaller still.
 TILE = 1024 << 10, 64
-SHARDED_TILE = 128 << 10, 32
+SHARDED_TILE = 416 << 10, 64
 WORTH = 200 << 20  # multiplications that take about as long as to share what they give
 
 
@@ -45,11 +45,14 @@ class Found:
     Args:
         lower, upper: (D, *output shape), or (D, rows) for another number of rows; None where they were not wanted.
         boxes: kernel node -> bounds of what nonlinear operators read, (D, *shape) each.
+        agreed: to be called before anybody trusts them: waits for the other ranks, and raises `DisagreementError` where
+            one has found other bounds.
     """
 
     lower: Tensor | None
     upper: Tensor | None
     boxes: dict[str, Box]
+    agreed: Callable[[], None]
 
 
 class Divided:
@@ -113,9 +116,8 @@ class Divided:
                 lower, upper = self._intervals(executor, request, found)
             else:
                 lower, upper = self._rows(executor, request, found, tile)
-        if executor.comm.size > 1:
-            executor.agree({name: side for name, side in (("lower", lower), ("upper", upper)) if side is not None})
-        return Found(lower, upper, found.boxes)
+        sides = {name: side for name, side in (("lower", lower), ("upper", upper)) if side is not None}
+        return Found(lower, upper, found.boxes, agreeing(executor.comm, sides))
 
     def _intervals(
         self, executor: Executor, request: Request, found: LayerBounds

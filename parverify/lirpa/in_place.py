@@ -2,7 +2,8 @@
 
 Every rank has a `BoundedModule`, and with it all weights, or its shards of them (`apply_fsdp`). A weight that lies
 whole on every rank is multiplied where it lies: to divide a second copy would take memory and communication and save
-nothing. Of a weight in shards every rank broadcasts the parts in its own, so that shards are not held twice either.
+nothing. So is one that the ranks of a machine hold together. Of other weights in shards every rank broadcasts the parts
+in its own, so that shards are not held twice either; products with parts are rounded otherwise.
 Only what lies elsewhere (weights that were transposed on the way, shards that cut through a part) is copied, piece by
 piece.
 """
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parverify.fold.lower import streamed
@@ -24,6 +26,18 @@ from parverify.program.division import Division, Held, bare
 from parverify.program.steps import Lowering, Placement, divided_constants, resident, weighted_nodes
 from parverify.strategy.compile import check_all, compile_placement, place_nodes
 from parverify.strategy.directives import CHANNEL_PLACES, Strategy
+
+
+@dataclass(frozen=True)
+class Common:
+    """A weight in shards that the ranks hold together, or one rank alone.
+
+    Args:
+        value: the whole. It may change between two calls of the module, but not within one, because a call begins and
+            ends with a message from every rank to every other.
+    """
+
+    value: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,7 @@ def divide_in_place(graph: BoundGraph, bounded: Any, strategy: Strategy, comm: C
     found: dict[str, Where] = {}
     for name in divided_constants(graph):
         where = _find(graph.constants[name].value, bounded, comm)
-        kind = 0 if where is None else 1 if isinstance(where, Tensor) else 2
+        kind = next((i for i, each in enumerate((Tensor, Common, Shard)) if isinstance(where, each)), -1)
         alike = comm.all_max(kind) == -comm.all_max(-kind)
         if where is not None and alike:
             found[name] = where
@@ -97,14 +111,14 @@ def divide_in_place(graph: BoundGraph, bounded: Any, strategy: Strategy, comm: C
     )
     check_all(graph, placements)
     if comm.size == 1:
-        views = {name: where.flat[: _numel(where)].view(where.shape) for name, where in _shards(found).items()}
-        constants = {**graph.constants, **{name: Const(view) for name, view in views.items()}}
-        return Division(replace(graph, constants=constants), placements[0], {}, comm, placements)
+        lying = {name: Const(where.value) for name, where in found.items() if isinstance(where, Common)}
+        graph = replace(graph, constants={**graph.constants, **lying})
+        return Division(graph, placements[0], {}, comm, placements)
     mine = placements[comm.rank]
     return Division(bare(graph), mine, _held(graph, mine, found), comm, placements)
 
 
-Where = Tensor | Shard
+Where = Tensor | Common | Shard
 
 
 def _find(value: Tensor, bounded: Any, comm: Comm) -> Where | None:
@@ -117,31 +131,32 @@ def _find(value: Tensor, bounded: Any, comm: Comm) -> Where | None:
         layout = getattr(node, "layout", None)
         if not isinstance(layout, Layout) or "param" not in node._parameters:
             continue
-        shard = Shard.of(layout, node.param) if (layout.comm.size, layout.comm.rank) == (comm.size, comm.rank) else None
+        if (layout.comm.size, layout.comm.rank) != (comm.size, comm.rank):
+            continue
+        whole = _common(node, layout)
+        if whole is not None and whole.dtype == value.dtype and torch.equal(whole, value):
+            return Common(whole)
+        shard = Shard.of(layout, node.param)
         if shard is not None and shard.holds(value):
             return shard
     return None
 
 
-def _shards(found: Mapping[str, Where]) -> dict[str, Shard]:
-    return {name: where for name, where in found.items() if isinstance(where, Shard)}
-
-
-def _numel(shard: Shard) -> int:
-    return shard.shape[0] * (shard.flat.numel() // shard.rows)
+def _common(node: Any, layout: Layout) -> Tensor | None:
+    """The whole weight of a divided parameter, where it lies in memory that this rank has."""
+    if layout.comm.size == 1:
+        return node.param.detach().view(layout.shape)  # type: ignore[no-any-return]
+    return None if node.near is None else node.near.whole(node.param, layout.shape)  # type: ignore[no-any-return]
 
 
 def _placed(graph: BoundGraph, placement: Placement, strategy: Strategy, found: Mapping[str, Where]) -> Placement:
     """A placement in which weights are multiplied where they lie."""
-    # one rank divides no channels, and multiplies what would be in shards in the parts of several ranks
-    several = placement.size > 1
+    several = placement.size > 1  # one rank divides no channels
     places = place_nodes(graph, strategy) if several else {}
     lowerings = dict(placement.lowerings)
     for node in weighted_nodes(graph):
         where = found.get(node.consts["weight"])
         if where is None or (several and places[node.name].how in CHANNEL_PLACES):
-            continue
-        if not several and isinstance(where, Shard):
             continue
         made = _lowering(node, where, placement.rank, ahead=strategy.prefetch)
         lowerings[node.name] = lowerings[node.name] if made is None else made
@@ -149,7 +164,7 @@ def _placed(graph: BoundGraph, placement: Placement, strategy: Strategy, found: 
 
 
 def _lowering(node: Node, where: Where, rank: int, *, ahead: bool) -> Lowering | None:
-    if isinstance(where, Tensor):  # at any number of ranks, so that parts are no use
+    if not isinstance(where, Shard):  # at any number of ranks, so that parts are no use
         return resident(node, (whole(node),))
     owners: dict[Part, int] = {}
     for part in parts(node, where.shape):
@@ -172,8 +187,8 @@ def _held(graph: BoundGraph, placement: Placement, found: Mapping[str, Where]) -
         for piece in placement.lowerings[node.name].held:
             if isinstance(where, Shard) and where.owner(piece) == where.rank:
                 held[name, piece] = where.piece(piece)
-            elif isinstance(where, Tensor):
-                held[name, piece] = piece.of(where).contiguous()
+            elif isinstance(where, (Tensor, Common)):
+                held[name, piece] = piece.of(where.value if isinstance(where, Common) else where).contiguous()
             else:
                 held[name, piece] = piece.of(value).contiguous().clone()
     return held

@@ -22,6 +22,7 @@ from torch import Tensor
 from parverify.lirpa.compat import lirpa
 from parverify.parallel.collectives import copy, total
 from parverify.parallel.comm import Comm
+from parverify.parallel.window import Together
 from parverify.program.steps import even
 
 # --- how a weight lies on the ranks -----------------------------------------------------------------------------------
@@ -40,6 +41,10 @@ class Layout:
     comm: Comm
     shape: torch.Size
     rows: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        """A copy of a module lies on the same ranks."""
+        return self
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -137,10 +142,39 @@ class _SameAsBase(type):
         return hash(cls.stands_for)
 
 
+class Near:
+    """A weight that the ranks of one machine hold together. A copy of the module has parts of its own.
+
+    Args:
+        both: the memory.
+    """
+
+    def __init__(self, both: Together) -> None:
+        self._both = both
+
+    def whole(self, part: Tensor, shape: torch.Size) -> Tensor | None:
+        """The weight; None where the parameter was given other memory since, and `part` is no part of it."""
+        mine = self._both.part
+        if (part.data_ptr(), part.dtype, part.shape) != (mine.data_ptr(), mine.dtype, mine.shape):
+            return None
+        return self._both.whole[: shape.numel()].view(shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 class DividedParams:
-    """A parameter node that holds this rank's part; its value is a placeholder."""
+    """A parameter node that holds this rank's part; its value is a placeholder.
+
+    auto_LiRPA's own propagation always gathers, because a gather also waits for the ranks that still change their part.
+    `near` is for those who know that none does.
+    """
 
     layout: Layout
+    near: Near | None = None
     hollow: Tensor
     param: Any
 

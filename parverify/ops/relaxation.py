@@ -177,8 +177,7 @@ class RelaxedActivation:
         tables = lower.free, lower.slope, upper.slope, upper.intercept
         if lower.slope.is_meta:
             return None
-        some = functools.reduce(torch.logical_or, ((table != 0).any(0) for table in tables))  # true for no number, too
-        index = torch.nonzero(some).flatten()
+        index = torch.nonzero((torch.cat(tables) != 0).any(0)).flatten()  # what is no number counts, too
         free, slope, chord, intercept = (table.index_select(1, index) for table in tables)
         lines = Lines(SlopeLine(free, slope), FixedLine(chord, intercept, upper.known))
         roles = {role: torch.searchsorted(index, where) for role, where in self.free.items()}

@@ -422,19 +422,27 @@ def agree(comm: Comm, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         DisagreementError: naming the first tensor that differs, and the ranks that differ from rank 0.
     """
+    agreeing(comm, tensors)()
+
+
+def agreeing(comm: Comm, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """As `agree`, but it returns when this rank has told the others; what it returns waits for them, and may raise."""
     hashes = torch.zeros(len(tensors), dtype=torch.int64)
     dry = isinstance(comm, DryComm) or any(tensor.is_meta for tensor in tensors.values())
     if comm.size > 1 and not dry:
         hashes = torch.tensor([_hash(name, tensor) for name, tensor in tensors.items()], dtype=torch.int64)
     gathered = hashes.new_zeros(comm.size * len(hashes))
-    comm.all_gather(gathered, hashes).wait()
-    if dry:
-        return
-    table = gathered.reshape(comm.size, -1)
-    for place, name in enumerate(tensors):
-        odd = (table[:, place] != table[0, place]).nonzero().flatten().tolist()
-        if odd:
-            raise DisagreementError(name, odd)
+    pending, names = comm.all_gather(gathered, hashes), list(tensors)
+
+    def answers() -> None:
+        pending.wait()
+        table = gathered.reshape(comm.size, -1)
+        differs = table != table[0]
+        if not dry and differs.any():
+            place = int(differs.any(0).nonzero()[0])
+            raise DisagreementError(names[place], differs[:, place].nonzero().flatten().tolist())
+
+    return answers
 
 
 def _hash(name: str, tensor: Tensor) -> int:

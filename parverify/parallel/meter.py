@@ -23,17 +23,20 @@ class MemoryMeter(DispatchMode):
 
     Args:
         resident: tensors that are counted from the start.
+        elsewhere: tensors whose memory is never counted here, and views of them: it is another rank's.
 
     Tensors without data take no memory and are not counted, except in a dry run, where all are without.
     """
 
     counts_meta = False
 
-    def __init__(self, resident: Iterable[Tensor]) -> None:
+    def __init__(self, resident: Iterable[Tensor], elsewhere: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._sizes: dict[int, int] = {}
         self._live = 0
         self._resident = list(resident)
+        self._elsewhere = list(elsewhere)
+        self._skipped = {tensor.untyped_storage()._cdata for tensor in self._elsewhere}
         self.peak_bytes = 0
 
     def __enter__(self) -> MemoryMeter:
@@ -57,6 +60,8 @@ class MemoryMeter(DispatchMode):
                 continue
             storage = value.untyped_storage()
             key = storage._cdata
+            if key in self._skipped:
+                continue
             size = storage.nbytes()
             known = self._sizes.get(key)
             if known is None:

@@ -3,7 +3,8 @@
 gloo takes a tensor from one process to another through the loopback interface: the kernel copies every byte twice, on
 the cores that are to multiply. Weights don't change while they are divided, so they need not be sent again and again.
 Every rank lays its pieces into an anonymous file, which the others map; a piece then costs one copy, and nobody waits
-for anybody. Where the ranks are on several machines, or the system allows no such file, they send as ever.
+for anybody. Or all lay their parts of a tensor into one file, behind each other, and each has the whole. Where ranks
+are on several machines, or the system allows no such file, they send as ever.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import mmap
 import os
 import pickle
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -144,6 +145,86 @@ def open_window(comm: Comm, tensors: dict[Key, Tensor]) -> dict[Key, Tensor] | N
     if failed:
         _LOG.info("weights are sent from rank to rank: %s", reason or "another rank can't read those of all others")
         return None
+    return found
+
+
+@dataclass(frozen=True)
+class Together:
+    """A tensor that the ranks of a machine hold together, each its part: what one writes all see.
+
+    Args:
+        part: (n,) this rank's.
+        whole: (P n,) all ranks', in order.
+    """
+
+    part: Tensor
+    whole: Tensor
+
+
+def hold_together(comm: Comm, parts: Sequence[Tensor]) -> list[Together] | None:
+    """Lay the ranks' parts of tensors into memory that all of them have; all ranks call this.
+
+    Args:
+        comm: the group.
+        parts: of this rank, (n,) on the CPU, each as long and of the same dtype on every rank.
+
+    Returns:
+        What holds copies of the parts; None, on all ranks, if there can be no such memory.
+    """
+    if comm.size == 1 or not isinstance(comm, GroupComm):
+        return None
+    offsets, length = [], 0
+    for part in parts:
+        offsets.append(length)
+        length += -(-comm.size * part.nbytes // _ALIGNED) * _ALIGNED
+    file, reason, found = None, "", []
+    machine, path = _machine(), ""
+    if comm.rank == 0:
+        try:
+            file = os.memfd_create("parverify")
+            os.ftruncate(file, length)
+            path = f"/proc/{os.getpid()}/fd/{file}"
+        except (OSError, AttributeError) as error:
+            reason = str(error)
+    first = pickle.loads(comm.broadcast_bytes(pickle.dumps((machine, path)) if comm.rank == 0 else None, 0))
+    try:
+        if first != (machine, first[1]):
+            reason = "they are on different machines"
+        elif first[1] and length:
+            found = _parts_in(first[1], length, offsets, parts, comm)
+        elif not first[1]:
+            reason = reason or "rank 0 has no file to show"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    failed = comm.all_max(int(bool(reason)))  # after it every part lies there
+    if file is not None:
+        os.close(file)
+    if failed:
+        _LOG.info(
+            "parts of weights are sent from rank to rank: %s", reason or "another rank can't read those of others"
+        )
+        return None
+    return found
+
+
+def _parts_in(path: str, length: int, offsets: Sequence[int], parts: Sequence[Tensor], comm: Comm) -> list[Together]:
+    """Tensors in a file of that length, at these offsets, with this rank's parts copied into them."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        for offset, part in zip(offsets, parts, strict=True):
+            if part.numel():  # fails here, not when a page is written
+                os.posix_fallocate(file, offset + comm.rank * part.nbytes, part.nbytes)
+        memory = mmap.mmap(file, length)
+    finally:
+        os.close(file)
+    found = []
+    for offset, part in zip(offsets, parts, strict=True):
+        if not part.numel():
+            found.append(Together(part, part))
+            continue
+        mine = _Place(part.dtype, tuple(part.shape), offset + comm.rank * part.nbytes).of(memory).copy_(part)
+        whole = _Place(part.dtype, (comm.size * part.numel(),), offset).of(memory)
+        found.append(Together(mine, whole))
     return found
 
 

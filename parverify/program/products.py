@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from parverify.errors import ParverifyError
 from parverify.graph.ir import Node
-from parverify.ops.weighted import channel_dim, pull, push
+from parverify.ops.weighted import Part, channel_dim, pull, push
 from parverify.program.steps import Product
+
+MAGNITUDES = 512 << 10  # bytes of a linear layer's weight of which magnitudes are made at once
+
+
+def blocks(node: Node, step: Product, weight: Tensor) -> Iterator[tuple[Product, Tensor]]:
+    """The product with a part's piece as products with blocks of its rows, so that their magnitudes take little memory.
+
+    Other products stay as they are: convolutions, whose weights are small, and pushed rows.
+    """
+    first, last = step.part.out
+    size = -(-(last - first) // max(1, -(-weight.nbytes // MAGNITUDES)))
+    if node.op != "linear" or step.kind != "pull" or size == last - first:
+        yield step, weight
+        return
+    for begin in range(first, last, size):
+        end = min(begin + size, last)
+        yield replace(step, part=Part((begin, end), step.part.into)), weight[begin - first : end - first]
 
 
 class Sum:

@@ -31,7 +31,7 @@ from parverify.ops.weighted import (
     whole,
 )
 from parverify.parallel.comm import Comm, Pending
-from parverify.program.products import Result, Sum
+from parverify.program.products import Result, Sum, blocks
 from parverify.program.steps import (
     Broadcast,
     Collect,
@@ -289,19 +289,16 @@ class Weights:
             (N, *in_shape).
         """
         out: Tensor | None = None
+        edges = [edge for step in steps if isinstance(step, Product) for edge in step.part.out]
+        whole = len(edges) == 2
+        cuts = iter([0, len(index)] if whole else torch.searchsorted(index, index.new_tensor(edges)).tolist())
         for step in steps:
             if not isinstance(step, Product):
                 self.load(step)
                 continue
-            weight, (begin, end) = self.piece(node, step.part), step.part.out
-            first, last = 0, len(index)
-            if (begin, end) != (0, out_channels(node)):
-                first, last = torch.searchsorted(index, index.new_tensor([begin, end])).tolist()
-            some = weight.index_select(0, index[first:last] - begin if begin else index[first:last])
-            if out is None:
-                out = A[:, first:last] @ some
-            else:
-                out.addmm_(A[:, first:last], some)
+            weight, first, last = self.piece(node, step.part), next(cuts), next(cuts)
+            some, rows = (A, index) if whole else (A[:, first:last], index[first:last] - step.part.out[0])
+            out = _add_some(out, some, weight, rows)
         if out is None:
             raise ParverifyError(f"node {node.name}: the program multiplies nothing")
         return out.reshape(len(A), *node.attrs["in_shapes"][0])
@@ -328,10 +325,12 @@ class Weights:
                 first = step.first
             elif isinstance(step, Product):
                 weight = self.piece(node, step.part)
-                magnitude = weight.abs() if any(flags) else weight
-                for result, x, flag in zip(results, currents, flags, strict=True):
-                    result.add(step, magnitude if flag else weight, x, first)
-                del weight, magnitude  # before the next part's are made
+                for some, piece in blocks(node, step, weight) if any(flags) else [(step, weight)]:
+                    magnitude = piece.abs() if any(flags) else piece
+                    for result, x, flag in zip(results, currents, flags, strict=True):
+                        result.add(some, magnitude if flag else piece, x, first)
+                    del magnitude  # before the next one is made
+                del weight, piece
             elif isinstance(step, Reduce):
                 for result in results:
                     self._comm.all_reduce(result.contiguous()).wait()
@@ -388,6 +387,22 @@ class Weights:
         at = places_in_rounds(here, (node.name, part), math.ceil(share * len(index)))
         if len(at):
             out[at] = pick(node, weight, index[at], sign[at], part.out[0])
+
+
+COPIED = 128 << 10  # bytes of some rows of a weight that are copied at once
+
+
+def _add_some(out: Tensor | None, A: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+    """`out` plus A (N, K) times K rows of a weight; in blocks of columns, so that their copies take little memory."""
+    width = weight.shape[1]
+    size = -(-width // max(1, -(-len(rows) * width * weight.element_size() // COPIED)))
+    if out is None and size == width:
+        return A @ weight.index_select(0, rows)
+    out = A.new_zeros(len(A), width) if out is None else out
+    for first in range(0, width, size):
+        last = min(first + size, width)
+        out[:, first:last].addmm_(A, weight[:, first:last].index_select(0, rows))
+    return out
 
 
 def takes_some(node: Node, steps: Sequence[Inner]) -> bool:

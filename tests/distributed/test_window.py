@@ -15,7 +15,7 @@ from torch import Tensor
 from parverify.bounding import digest
 from parverify.parallel import window
 from parverify.parallel.comm import Alone, DryComm
-from parverify.parallel.window import open_window
+from parverify.parallel.window import hold_together, open_window
 from parverify.parallel.world import World
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_divided import TILE, bounded, divided, measured, wide
@@ -144,9 +144,67 @@ def test_where_one_rank_cannot_read_all_of_them_send(broken: Callable[[pytest.Mo
     assert any(reason in message for message in said)
 
 
+def parts(rank: int) -> list[Tensor]:
+    """A rank's parts of three tensors."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.rand(5, generator=generator), torch.rand(0), torch.rand(3, generator=generator, dtype=torch.float64)]
+
+
+def _together(world: World) -> None:
+    found = hold_together(world.comm, parts(world.rank))
+    assert found is not None
+    everything = [torch.cat(some) for some in zip(*map(parts, range(world.size)), strict=True)]
+    for held, mine, whole in zip(found, parts(world.rank), everything, strict=True):
+        assert held.part.dtype == mine.dtype and held.part.untyped_storage().nbytes() == mine.nbytes
+        assert torch.equal(held.part, mine) and torch.equal(held.whole, whole)
+    world.comm.barrier()
+    found[0].part.add_(1)
+    world.comm.barrier()
+    assert torch.equal(found[0].whole, everything[0] + 1)  # what the others have written, too
+    wholes = [held.whole for held in found]
+    del found, held
+    gc.collect()
+    world.comm.barrier()
+    assert torch.equal(wholes[2], everything[2])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_ranks_hold_together_each_has_whole(size: int) -> None:
+    on_ranks(size, _together)
+
+
+def _apart(world: World, broken: Callable[[pytest.MonkeyPatch], None], rank: int) -> tuple[bool, list[str]]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window._LOG, "info", lambda message, *values: said.append(message % values))
+        if world.rank == rank:
+            broken(patch)
+        return hold_together(world.comm, parts(world.rank)) is None, said
+
+
+@pytest.mark.parametrize(
+    ("broken", "rank", "reason"),
+    [
+        (_no_call, 0, "memfd_create"),
+        (_no_room, 0, "No space left"),
+        (_no_room, 1, "No space left"),
+        (_elsewhere, 1, "different machines"),
+        (_forbidden, 2, "Permission denied"),
+    ],
+)
+def test_where_one_rank_cannot_hold_its_part_there_nobody_does(
+    broken: Callable[[pytest.MonkeyPatch], None], rank: int, reason: str
+) -> None:
+    found = on_ranks(3, _apart, broken, rank)
+    assert all(apart for apart, _ in found)
+    assert reason in found[rank][1][0] and all(len(said) == 1 for _, said in found)
+
+
 def test_one_rank_and_a_dry_run_have_nobody_to_read_from() -> None:
     assert open_window(Alone(), pieces(0)) is None
     assert open_window(DryComm(0, 2), pieces(0)) is None
+    assert hold_together(Alone(), parts(0)) is None
+    assert hold_together(DryComm(0, 2), parts(0)) is None
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fold", "ring"])

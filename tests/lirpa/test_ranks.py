@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parverify.errors import DisagreementError, UsageError
-from parverify.lirpa import apply_fsdp, apply_tp, divided, shard
+from parverify.lirpa import apply, apply_fsdp, apply_tp, divided, shard
 from parverify.lirpa.compat import Lirpa, lirpa
 from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
@@ -169,6 +171,8 @@ def _lying(world: World, applied: bool) -> tuple[list[tuple[int, ...]], int, dic
         found = sharded.compute_bounds(x=(x,), method="CROWN")
     (executor,) = sharded._engine._divided._executors.values()
     mine = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    near = [node for node in module._modules.values() if getattr(node, "near", None) is not None]
+    mine |= {node.near.whole(node.param, node.layout.shape).untyped_storage().data_ptr() for node in near}
     beside = [t for t in executor.resident() if t.dim() > 1 and t.untyped_storage().data_ptr() not in mine]
     calls = {name: figures["calls"] for name, figures in world.comm.meter.figures().items()}
     return sorted(tuple(t.shape) for t in beside), sum(t.nbytes for t in module.parameters()), calls, found
@@ -178,14 +182,24 @@ def test_weights_are_used_where_they_lie(library: Lirpa) -> None:
     _, whole, _, reference = _lying(World(), applied=False)
     for beside, size, calls, found in on_ranks(2, _lying, False):
         assert not beside and size == whole and not calls.get("broadcast")
-        assert calls["all_gather"] == 5  # of the rows on three layers and on the outputs, and of what is agreed on
+        # whether weights have changed, the rows on three layers and on the outputs, and what is agreed on
+        assert calls["all_gather"] == 6
         assert torch.equal(found[0], reference[0]) and torch.equal(found[1], reference[1])
     alone, _, _, reference = _lying(World(), applied=True)  # in smaller tiles
     assert not alone
+    for beside, size, calls, found in on_ranks(2, _lying, True):
+        assert not beside and size < 0.51 * whole and not calls.get("broadcast")
+        assert torch.equal(found[0], reference[0]) and torch.equal(found[1], reference[1])
+
+
+def test_weights_in_shards_are_sent_where_they_cannot_be_read(library: Lirpa, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole, _, reference = _lying(World(), applied=True)
+    monkeypatch.setattr(apply, "hold_together", lambda comm, parts: None)
     ranks = on_ranks(2, _lying, True)
     for _, size, calls, found in ranks:
         assert size < 0.51 * whole and calls["broadcast"] > 0
-        assert torch.equal(found[0], reference[0]) and torch.equal(found[1], reference[1])
+        assert torch.equal(found[0], ranks[0][3][0]) and torch.equal(found[1], ranks[0][3][1])
+        assert far(found[0], reference[0]) < 1e-5 and far(found[1], reference[1]) < 1e-5
     # shards of 256 features end where parts do; of the others only rows 128 to 200 lie on one rank and are its part
     assert sorted(shape for beside, *_ in ranks for shape in beside) == [
         (3, 200), (36, 200), (128, 256), (164, 200),
@@ -196,8 +210,54 @@ def test_rows_that_are_not_worth_it_are_bounded_by_every_rank(library: Lirpa, mo
     *_, reference = _lying(World(), applied=False)
     monkeypatch.setattr(divided, "WORTH", 1 << 40)
     for _, _, calls, found in on_ranks(2, _lying, False):
-        assert calls["all_gather"] == 1  # what is agreed on
+        assert calls["all_gather"] == 2  # whether weights have changed, and what is agreed on
         assert torch.equal(found[0], reference[0]) and torch.equal(found[1], reference[1])
+
+
+def _moved(world: World, how: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Bounds of a divided module before and after its weights were changed in a way, and of copies of it."""
+    x, found = around((3,)), {}
+    with quiet(), torch.no_grad():
+        module = apply_fsdp(bounded("mlp"), world.comm)
+        sharded = shard(module, "fold", world.comm)
+        other = copy.deepcopy(sharded)
+        found["first"] = sharded.compute_bounds(x=(x,), method="CROWN")
+        for i, parameter in enumerate(module.parameters()):
+            if how == "in place":
+                parameter.mul_(1.5)
+            elif how == "elsewhere" or world.rank == 0 or parameter.dim() > 1 or i % 2:
+                parameter.data = parameter.data * 1.5
+            else:
+                parameter.mul_(1.5)
+        found["then"] = sharded.compute_bounds(x=(x,), method="CROWN")
+        found["copy"] = other.compute_bounds(x=(x,), method="CROWN")
+        next(other.parameters()).zero_()
+        found["again"] = sharded.compute_bounds(x=(x,), method="CROWN")
+    return found
+
+
+@pytest.mark.parametrize("how", ["in place", "elsewhere", "here and there"])
+def test_weights_that_change_between_calls(library: Lirpa, how: str) -> None:
+    module = shard(bounded("mlp"))
+    with torch.no_grad():
+        first = module.compute_bounds(x=(around((3,)),), method="CROWN")
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+        then = module.compute_bounds(x=(around((3,)),), method="CROWN")
+    assert far(first[0], then[0]) > 0.01
+    for found in on_ranks(2, _moved, how):
+        for name, expected in (("first", first), ("copy", first), ("then", then), ("again", then)):
+            assert far(found[name][0], expected[0]) < 1e-5 and far(found[name][1], expected[1]) < 1e-5, name
+
+
+def test_shards_that_ranks_hold_together_do_not_go_into_a_file(library: Lirpa) -> None:
+    assert on_ranks(2, _pickled) == [True, True]
+
+
+def _pickled(world: World) -> bool:
+    module = apply_fsdp(bounded("mlp"), world.comm)
+    near = [node.near for node in module._modules.values() if hasattr(node, "layout")]
+    return all(one is not None for one in near) and pickle.loads(pickle.dumps(near)) == [None] * len(near)
 
 
 def _different(world: World) -> str:

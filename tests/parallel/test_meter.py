@@ -40,6 +40,14 @@ def test_counts_what_is_alive_and_nothing_else() -> None:
     assert len(second) + len(third) == 1200
 
 
+def test_memory_of_other_ranks_is_not_counted() -> None:
+    theirs, mine = torch.zeros(1000), torch.zeros(100)
+    with MemoryMeter([mine, theirs], [theirs[500:]]) as meter:
+        view, copy = theirs[10:20], theirs[10:20].clone()
+    assert meter.peak_bytes == mine.nbytes + copy.nbytes
+    assert len(view) == 10
+
+
 def test_equals_torchs_tracker() -> None:
     run = executor()
     work(run)  # whatever is cached on first use is there for both

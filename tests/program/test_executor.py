@@ -7,6 +7,7 @@ import torch
 
 from parverify.bounds.layers import BoundOptions, bound_layers
 from parverify.bounds.region import BoxRegion
+from parverify.graph.trace import trace
 from parverify.program.executor import Executor
 from parverify.program.rows import Dense, both_signs
 from tests.bounds.zoo import NETWORKS, made, random_box
@@ -78,8 +79,6 @@ def test_bounds_follow_parameters_that_are_live() -> None:
     """
     from torch import nn
 
-    from parverify.graph.trace import trace
-
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv1d(1, 2, 2, stride=2), nn.BatchNorm1d(2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2),
                            nn.LeakyReLU(), nn.Linear(2, 1)).double().eval()  # fmt: skip
@@ -129,6 +128,29 @@ def test_the_work_of_a_row_is_what_torch_counts_for_a_value() -> None:
             executor.evaluate(region.lower)
         assert executor.work(graph.output) == counted.get_total_flops() // 2, name
         assert executor.work(graph.output, 10) == 31 * executor.work(graph.output)
+
+
+@pytest.mark.parametrize("size", [1, 100, 1 << 20])
+def test_magnitudes_of_a_weight_are_made_in_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from parverify.parallel.meter import MemoryMeter
+    from parverify.program import products
+
+    torch.manual_seed(0)
+    graph = trace(torch.nn.Sequential(torch.nn.Linear(90, 60), torch.nn.ReLU(), torch.nn.Linear(60, 7)), (1, 90))
+    region = random_box(graph, 2, 0.3, 1, torch.float32)
+    found, peaks = [], []
+    for largest in (1 << 30, size):
+        monkeypatch.setattr(products, "MAGNITUDES", largest)
+        executor = Executor(graph)
+        with torch.no_grad(), MemoryMeter(executor.resident()) as meter:
+            found.append(bound_layers(executor, region, BoundOptions("ibp")))
+        peaks.append(meter.peak_bytes)
+    for name, box in found[0].intervals.items():
+        for one, other in zip(box, found[1].intervals[name], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for name, magnitude in found[0].relaxed.magnitudes.items():
+        torch.testing.assert_close(magnitude, found[1].relaxed.magnitudes[name], rtol=1e-6, atol=1e-6)
+    assert (peaks[1] < peaks[0] - 90 * 60 * 2) == (size < 1 << 20)
 
 
 def test_a_weight_multiplied_at_once_or_in_parts_gives_the_same_bounds() -> None:

@@ -18,7 +18,7 @@ from parverify.ops.lines import FixedLine, Lines, SlopeLine
 from parverify.ops.relaxation import RelaxedActivation, relax
 from parverify.ops.rounding import allowance
 from parverify.ops.weighted import Part
-from parverify.program import sweep
+from parverify.program import sweep, weights
 from parverify.program.executor import Executor
 from parverify.program.rows import both_signs
 from parverify.program.steps import Placement, resident, weighted_nodes
@@ -29,10 +29,11 @@ from tests.bounds.zoo import NETWORKS, made, random_box
 DOUBLE = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small networks leave neurons out, too."""
+@pytest.fixture(autouse=True, params=[weights.COPIED, 64], ids=["at once", "in blocks"])
+def any_size(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Small networks leave neurons out, too, and copy entries of weights at once or in blocks."""
     monkeypatch.setattr(sweep, "COPY", 0)
+    monkeypatch.setattr(weights, "COPIED", request.param)
 
 
 @pytest.fixture
