@@ -12,6 +12,7 @@ from torch import Tensor
 from parverify.bab.domains import Domains, Pool
 from parverify.errors import ResourceError
 
+PLENTY = 4  # batches whose domains are open: nobody waits for what the next one finds
 _KEPT = 0.95  # weight of what was measured before, for each batch since
 
 
@@ -59,22 +60,28 @@ class BatchSize:
         most: what the memory allows.
         fixed: never change it (except when memory runs out).
         ranks: that bound every batch together; one that runs out of memory alone can't change what the others do.
-        pace: factor on how long a batch may take.
+        pace: factor on how long a batch may take where few domains are open.
     """
 
     SHORT, AIM, LONG = 0.4, 0.8, 1.2  # seconds
 
     def __init__(self, size: int, most: int, *, fixed: bool = False, ranks: int = 1, pace: float = 1.0) -> None:
         self._most, self._fixed, self._ranks, self._pace = most, fixed, ranks, pace
+        self._factor = pace
         self._predicted = Prediction()
         self.size = max(1, min(size, most))
 
     def pop(self, pool: Pool) -> Domains:
         """The domains whose halves are the next batch."""
+        self.look(len(pool))
         half = max(1, self.size // 2)
         if self._fixed or not self._predicted.known:
             return pool.pop_batch(half)
-        return pool.pop_batch(half, self._predicted.of, self._pace * self.AIM / 2)
+        return pool.pop_batch(half, self._predicted.of, self._factor * self.AIM / 2)
+
+    def look(self, waiting: int) -> None:
+        """Before a batch: how many domains are open here."""
+        self._factor = 1.0 if waiting >= PLENTY * self.size else self._pace
 
     def halve(self) -> None:
         """After an out-of-memory error.
@@ -95,7 +102,7 @@ class BatchSize:
         """After a batch of `children` that took `seconds`."""
         if self._fixed:
             return
-        if seconds < self._pace * self.SHORT and children >= self.size // 2:
+        if seconds < self._factor * self.SHORT and children >= self.size // 2:
             self.size = min(self._most, 2 * self.size)
-        elif seconds > self._pace * self.LONG:
+        elif seconds > self._factor * self.LONG:
             self.size = max(2, self.size // 2)

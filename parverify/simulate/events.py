@@ -145,6 +145,7 @@ class Simulation:
         if mine.idle_since is not None:
             mine.idle += now - mine.idle_since
             mine.idle_since = None
+        mine.size.look(len(mine.pool))
         count = min(len(mine.pool), max(1, mine.size.size // 2))
         domains = [heapq.heappop(mine.pool) for _ in range(count)]
         children, still = self._splitter.split(domains, mine.size.size)

@@ -94,6 +94,20 @@ def test_a_batch_takes_as_long_as_it_should_whatever_its_domains_cost() -> None:
         pool.pop(len(pool))
 
 
+def test_batches_are_shorter_where_few_domains_are_open() -> None:
+    batch, pool = BatchSize(64, 64, pace=0.5), Pool(memory=1 << 20)
+    for cost in (1.0, 2.0, 5.0):
+        batch.learn(domains(10, [cost] * 10), 0.2 * cost)  # 20 ms for a cost of 1
+    pool.push(domains(4 * 64, [1.0] * 4 * 64))
+    assert len(batch.pop(pool)) == 20  # others find enough here meanwhile
+    assert len(batch.pop(pool)) == 10
+    for waiting, seconds, size in [(255, 0.3, 64), (256, 0.3, 128), (511, 0.7, 64), (256, 0.7, 64), (256, 1.3, 32)]:
+        grown = BatchSize(64 if size != 64 or waiting < 511 else 128, 128, pace=0.5)
+        grown.look(waiting)
+        grown.adapt(64 if grown.size == 64 else 128, seconds)
+        assert grown.size == size, (waiting, seconds)
+
+
 def test_a_fixed_size_of_batches_knows_no_costs() -> None:
     batch, pool = BatchSize(8, 64, fixed=True), Pool(memory=1 << 20)
     batch.learn(domains(2, [1.0, 2.0]), 3.0)

@@ -85,6 +85,7 @@ class Protocol:
         if not pool:
             self.wait(rank)
             return
+        size.look(len(pool))
         domains = [heapq.heappop(pool) for _ in range(min(len(pool), max(1, size.size // 2)))]
         children, still = self.splitter.split(domains, size.size)
         seconds = self.scenario.batches.base + self.scenario.batches.each * children
