@@ -8,7 +8,8 @@ taken); AUTO_LIRPA_PYTHON the Python for the runs without parverify's engine, be
 gradient under newer versions of torch than it allows. Every figure comes from processes of its own, one thread a rank;
 seconds are the best of the repetitions after a first call, a peak is that of the worst rank's live tensors, weights
 included; of a weight that ranks hold together each has its part. CPU seconds are those of one rank, and tell more than
-seconds on a machine that does other things too.
+seconds on a machine that does other things too. The difference is the largest one between bounds, relative to the
+largest bound; 0 if all bits are equal.
 """
 
 from __future__ import annotations
@@ -184,7 +185,19 @@ def main() -> None:
         one(options)
         return
     print(
-        head("network", "method", "mode", "s", "of alone", "CPU s", "of alone", "peak MB", "of alone", "sum of lower")
+        head(
+            "network",
+            "method",
+            "mode",
+            "s",
+            "of alone",
+            "CPU s",
+            "of alone",
+            "peak MB",
+            "of alone",
+            "sum of lower",
+            "difference",
+        )  # fmt: skip
     )
     for name in options.networks.split(","):
         model, spec = instance(options.vnncomp, name)
@@ -194,13 +207,17 @@ def main() -> None:
                 try:
                     found = figures(mode, model, spec, method, options)
                 except RunError as error:
-                    print(row(name, method, mode, str(error), "", "", "", "", "", ""), flush=True)
+                    print(row(name, method, mode, str(error), "", "", "", "", "", "", ""), flush=True)
                     continue
                 first = first or found
+                pairs = [zip(found[side], first[side], strict=True) for side in ("lower", "upper")]
+                far = max(abs(a - b) for sides in pairs for a, b in sides) / max(
+                    map(abs, first["lower"] + first["upper"])
+                )
                 shares = [f"{found[key] / first[key]:.2f}" for key in ("seconds", "busy", "peak")]
                 print(
                     row(name, method, mode, f"{found['seconds']:.3f}", shares[0], f"{found['busy']:.3f}", shares[1],
-                        mega(found["peak"]), shares[2], f"{sum(found['lower']):.4f}"),
+                        mega(found["peak"]), shares[2], f"{sum(found['lower']):.4f}", f"{far:.1e}"),
                     flush=True,
                 )  # fmt: skip
 

@@ -19,6 +19,7 @@ from parverify.errors import ModelError
 from parverify.graph.ir import BoundGraph
 from parverify.graph.sparsify import densify
 from parverify.graph.trace import trace
+from parverify.lirpa.operators import gathered
 
 
 def from_bounded_module(bounded: Any) -> BoundGraph:
@@ -41,7 +42,7 @@ def from_bounded_module(bounded: Any) -> BoundGraph:
     if not isinstance(value, Tensor):
         raise ModelError(f"the input is a {type(value).__name__}, not a tensor")
     shape = (1, *value.shape[1:])
-    with _untouched(bounded):
+    with _untouched(bounded), gathered():  # the graph keeps weights
         return densify(trace(_Replay(order, inputs[0]), shape, dtype=value.dtype))  # weights that may change
 
 

@@ -3,7 +3,8 @@
 A divided weight leaves a placeholder behind: NaNs of the whole shape in the memory of one, so that whatever only asks
 for shapes still works and whatever would read it is seen. An operator puts the real weight in its place for the time of
 one call. Under `FSDP...` all ranks gather it, and autograd remembers to gather it again rather than the weight itself;
-under `TPBoundLinear` each rank multiplies its output features, and coefficients are summed (the two parallelisms of
+where they hold it together and nothing is recorded, they read it in place, and wait for each other before and after it.
+Under `TPBoundLinear` each rank multiplies its output features, and coefficients are summed (the two parallelisms of
 arXiv:2606.09377). auto_LiRPA asks `type(node) == BoundLinear`; the metaclass lets a subclass answer yes.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from copy import copy as copy_of
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +144,19 @@ class _SameAsBase(type):
         return hash(cls.stands_for)
 
 
+_GATHERED: ContextVar[bool] = ContextVar("gathered", default=False)
+
+
+@contextmanager
+def gathered() -> Iterator[None]:
+    """Within this context weights are gathered into memory that may be kept, never lent."""
+    token = _GATHERED.set(True)
+    try:
+        yield
+    finally:
+        _GATHERED.reset(token)
+
+
 class Near:
     """A weight that the ranks of one machine hold together. A copy of the module has parts of its own.
 
@@ -169,8 +184,9 @@ class Near:
 class DividedParams:
     """A parameter node that holds this rank's part; its value is a placeholder.
 
-    auto_LiRPA's own propagation always gathers, because a gather also waits for the ranks that still change their part.
-    `near` is for those who know that none does.
+    Attributes:
+        near: the whole, where the ranks of one machine hold it together. Whoever reads it must know that no rank
+            changes its part meanwhile.
     """
 
     layout: Layout
@@ -182,9 +198,21 @@ class DividedParams:
         super().forward()  # type: ignore[misc]  # decides whether the parameter trains
         return self.hollow
 
-    def whole(self) -> Tensor:
-        """The weight, gathered; a gradient reaches this rank's part."""
-        return _Whole.apply(self.param, self.layout)  # type: ignore[no-any-return]
+    @contextmanager
+    def lent(self) -> Iterator[tuple[Tensor, bool]]:
+        """The weight while this is active, on all ranks; and whether it is only lent, so that nothing may keep it.
+
+        Gathered, a gradient reaches this rank's part.
+        """
+        lends = self.near is not None and not torch.is_grad_enabled() and not _GATHERED.get()
+        whole = self.near.whole(self.param, self.layout.shape) if lends and self.near is not None else None
+        if not lends or self.layout.comm.all_max(int(whole is None)) or whole is None:
+            yield _Whole.apply(self.param, self.layout), False
+            return
+        try:
+            yield whole, True
+        finally:
+            self.layout.comm.barrier()  # now ranks may change their parts
 
 
 @dataclass(frozen=True)
@@ -218,38 +246,34 @@ class Gathering:
     source: Source | None = None
 
     def forward(self, *x: Any) -> Any:
-        with self.weight() as filled:
-            return super().forward(*filled(x))  # type: ignore[misc]
+        return self._with_weight(super().forward, (), x, {})  # type: ignore[misc]
 
     def interval_propagate(self, *v: Any, **options: Any) -> Any:
-        with self.weight() as filled:
-            return super().interval_propagate(*filled(v), **options)  # type: ignore[misc]
+        return self._with_weight(super().interval_propagate, (), v, options)  # type: ignore[misc]
 
     def bound_backward(self, last_lA: Any, last_uA: Any, *x: Any, **options: Any) -> Any:
-        with self.weight() as filled:
-            return super().bound_backward(last_lA, last_uA, *filled(x), **options)  # type: ignore[misc]
+        return self._with_weight(super().bound_backward, (last_lA, last_uA), x, options)  # type: ignore[misc]
 
     def bound_forward(self, dim_in: Any, *x: Any, **options: Any) -> Any:
-        with self.weight() as filled:
-            return super().bound_forward(dim_in, *filled(x), **options)  # type: ignore[misc]
+        return self._with_weight(super().bound_forward, (dim_in,), x, options)  # type: ignore[misc]
 
     def bound_dynamic_forward(self, *x: Any, **options: Any) -> Any:
-        with self.weight() as filled:
-            return super().bound_dynamic_forward(*filled(x), **options)  # type: ignore[misc]
+        return self._with_weight(super().bound_dynamic_forward, (), x, options)  # type: ignore[misc]
 
     def build_solver(self, *v: Any, **options: Any) -> Any:
-        with self.weight() as filled:
-            return super().build_solver(*filled(v), **options)  # type: ignore[misc]
+        return self._with_weight(super().build_solver, (), v, options)  # type: ignore[misc]
 
-    @contextmanager
-    def weight(self) -> Iterator[Callable[[Sequence[Any]], list[Any]]]:
-        """While active, the weight is there; gives what puts it into arguments in place of the placeholder."""
+    def _with_weight(
+        self, method: Callable[..., Any], first: tuple[Any, ...], given: Sequence[Any], options: dict[str, Any]
+    ) -> Any:
+        """Call a method of auto_LiRPA's operator while the weight is there, and in `given` for the placeholder."""
         if self.source is None:
-            yield list
-            return
-        whole = self.source.params.whole()
-        with _in_place(self, self.source, self.source.through(whole), whole) as filled, _forgotten(self.source, whole):
-            yield filled
+            return method(*first, *given, **options)
+        with self.source.params.lent() as (whole, lent):
+            value = self.source.through(whole)
+            with _in_place(self, self.source, value, whole) as filled, _forgotten(self.source, whole):
+                result = method(*first, *filled(given), **options)
+            return _kept(result, whole) if lent else result
 
 
 def _filled(argument: Any, hollow: Tensor, value: Tensor) -> Any:
@@ -285,6 +309,19 @@ def _in_place(
         for name, tensor in list(vars(operator).items()):
             if isinstance(tensor, Tensor) and _shares(tensor, memory):
                 setattr(operator, name, source.through(hollow))
+
+
+def _kept(result: Any, lent: Tensor) -> Any:
+    """What an operator gave, with copies of whatever lies in a weight that is only lent."""
+    if isinstance(result, Tensor):
+        return result.clone() if _shares(result, lent) else result
+    if isinstance(result, (tuple, list)):
+        parts = [_kept(part, lent) for part in result]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    if type(result).__name__ in ("LinearBound", "Patches"):
+        for name, part in vars(result).items():
+            setattr(result, name, _kept(part, lent))
+    return result
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parverify.errors import DisagreementError, UsageError
-from parverify.lirpa import apply, apply_fsdp, apply_tp, divided, shard
+from parverify.lirpa import apply, apply_fsdp, apply_tp, divided, from_bounded_module, operators, shard
 from parverify.lirpa.compat import Lirpa, lirpa
 from parverify.parallel.meter import MemoryMeter
 from parverify.parallel.world import World
@@ -54,10 +55,10 @@ def weights(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _applied(world: World, how: Any) -> tuple[Found, dict[str, tuple[int, int]]]:
+def _applied(world: World, how: Any, recorded: bool = True) -> tuple[Found, dict[str, tuple[int, int]]]:
     found: Found = {}
     sizes = {}
-    with quiet():
+    with quiet(), torch.set_grad_enabled(recorded):
         for name in NAMES:
             module = bounded(name)
             before = weights(module)
@@ -68,9 +69,15 @@ def _applied(world: World, how: Any) -> tuple[Found, dict[str, tuple[int, int]]]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_fsdp_is_bitwise_auto_lirpa(library: Lirpa, size: int) -> None:
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("together", [True, False])
+def test_fsdp_is_bitwise_auto_lirpa(
+    library: Lirpa, size: int, recorded: bool, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not together:
+        monkeypatch.setattr(apply, "hold_together", lambda comm, parts: None)
     reference = expected()
-    for found, sizes in on_ranks(size, _applied, apply_fsdp):
+    for found, sizes in on_ranks(size, _applied, apply_fsdp, recorded):
         for key, box in reference.items():
             assert torch.equal(found[key][0], box[0]) and torch.equal(found[key][1], box[1]), key
         for name, (before, after) in sizes.items():
@@ -80,10 +87,10 @@ def test_fsdp_is_bitwise_auto_lirpa(library: Lirpa, size: int) -> None:
             assert after <= whole + (before - whole) // size + padding, name
 
 
-def peak(world: World | None) -> tuple[int, int, int]:
-    """Bytes at the peak of CROWN, of the weights at rest, and of the whole of them."""
+def peak(world: World | None, method: str = "CROWN", inner: int = 3) -> tuple[int, int, int]:
+    """Bytes at the peak of a method, of the weights at rest, and of the whole of them."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 200), *(torch.nn.Linear(200, 200) for _ in range(3)), torch.nn.Linear(200, 2)]
+    layers = [torch.nn.Linear(64, 200), *(torch.nn.Linear(200, 200) for _ in range(inner)), torch.nn.Linear(200, 2)]
     plain = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))[:-1].eval()
     library = lirpa().module
     with quiet(), torch.no_grad():
@@ -94,17 +101,75 @@ def peak(world: World | None) -> tuple[int, int, int]:
         x = library.BoundedTensor(torch.rand(1, 64), library.PerturbationLpNorm(norm=torch.inf, eps=0.01))
         module.compute_bounds(x=(x,), method="IBP")
         held = list(module.parameters())
-        with MemoryMeter(held) as meter:
-            module.compute_bounds(x=(x,), method="CROWN")
+        near = [node for node in module._modules.values() if getattr(node, "near", None) is not None]
+        with MemoryMeter(held, [node.near.whole(node.param, node.layout.shape) for node in near]) as meter:
+            module.compute_bounds(x=(x,), method=method)
     return meter.peak_bytes, sum(tensor.nbytes for tensor in held), whole
 
 
-def test_fsdp_takes_no_more_memory(library: Lirpa) -> None:
-    """A weight is let go as soon as its product is done, so the peak is below that of whole weights."""
+def test_fsdp_takes_no_more_memory(library: Lirpa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight is let go as soon as its product is done, so the peak is below that of whole weights.
+
+    Where one weight is nearly all of the network that holds only if the ranks hold it together.
+    """
+    for method, inner in ("CROWN", 3), ("IBP", 1), ("CROWN", 1), ("CROWN-IBP", 1):
+        alone, _, _ = peak(None, method, inner)
+        for most, resident, whole in on_ranks(2, peak, method, inner):
+            assert resident <= 0.51 * whole
+            assert most < alone, (method, inner)
+    monkeypatch.setattr(apply, "hold_together", lambda comm, parts: None)
     alone, _, _ = peak(None)
     for most, resident, whole in on_ranks(2, peak):
         assert resident <= 0.51 * whole
         assert most < alone
+
+
+def _lent(world: World) -> list[str]:
+    """What still lies in a weight that was lent, after bounds were computed; and collectives."""
+    left: list[str] = []
+    with quiet(), torch.no_grad():
+        for name in NAMES:
+            module = apply_fsdp(bounded(name), world.comm)
+            near = [node for node in module._modules.values() if hasattr(node, "layout")]
+            lent = [node.near.whole(node.param, node.layout.shape) for node in near]
+            world.comm.meter.clear()
+            found = bounds(name, module)
+            assert "all_gather" not in world.comm.meter.figures()
+            assert not near or world.comm.meter.figures()["barrier"]["calls"] > 0
+            held = {f"{name} {key}": side for key, box in found.items() for side in box}
+            held |= {key: const.value for key, const in from_bounded_module(module).constants.items()}
+            for number, node in enumerate(module._modules.values()):
+                held |= {f"{name} {number} {key}": value for key, value in vars(node).items()}
+            left += [key for key, value in held.items() if any(_lies_in(value, whole) for whole in lent)]
+    return left
+
+
+def _lies_in(value: Any, whole: Tensor) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_lies_in(part, whole) for part in value)
+    if not isinstance(value, Tensor):
+        return False
+    return value.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_nothing_keeps_a_weight_that_was_lent(library: Lirpa) -> None:
+    assert on_ranks(2, _lent) == [[], []]
+
+
+def test_what_an_operator_gives_is_copied_where_it_lies_in_the_weight(library: Lirpa) -> None:
+    class Patches:
+        def __init__(self, patches: Tensor) -> None:
+            self.patches, self.stride = patches, 1
+
+    whole, other = torch.rand(4, 3), torch.rand(2)
+    pair = namedtuple("pair", "first second")(whole.T, other)
+    given = (whole[1:], [other, (None, 3)], pair, Patches(whole.view(-1)), Patches(other))
+    kept = operators._kept(given, whole)
+    tensors = [kept[0], kept[1][0], kept[2].first, kept[2].second, kept[3].patches, kept[4].patches]
+    assert not any(_lies_in(tensor, whole) for tensor in tensors)
+    for tensor, before in zip(tensors, [whole[1:], other, whole.T, other, whole.view(-1), other], strict=True):
+        assert torch.equal(tensor, before)
+    assert kept[1][0] is other and kept[4].patches is other and kept[1][1] == (None, 3)
 
 
 def test_tp_agrees(library: Lirpa) -> None:
