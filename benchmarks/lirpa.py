@@ -197,7 +197,7 @@ def main() -> None:
             "of alone",
             "sum of lower",
             "difference",
-        )  # fmt: skip
+        )
     )
     for name in options.networks.split(","):
         model, spec = instance(options.vnncomp, name)

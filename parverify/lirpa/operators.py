@@ -317,6 +317,8 @@ def _kept(result: Any, lent: Tensor) -> Any:
         return result.clone() if _shares(result, lent) else result
     if isinstance(result, (tuple, list)):
         parts = [_kept(part, lent) for part in result]
+        if all(part is before for part, before in zip(parts, result, strict=True)):
+            return result  # auto_LiRPA tells coefficients of the same neurons by the identity of their index
         return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
     if type(result).__name__ in ("LinearBound", "Patches"):
         for name, part in vars(result).items():
