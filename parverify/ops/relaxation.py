@@ -177,8 +177,9 @@ class RelaxedActivation:
         tables = lower.free, lower.slope, upper.slope, upper.intercept
         if lower.slope.is_meta:
             return None
-        index = torch.nonzero((torch.cat(tables) != 0).any(0)).flatten()  # what is no number counts, too
-        free, slope, chord, intercept = (table.index_select(1, index) for table in tables)
+        together = torch.cat(tables)
+        index = torch.nonzero((together != 0).any(0)).flatten()  # what is no number counts, too
+        free, slope, chord, intercept = together.index_select(1, index).chunk(4)
         lines = Lines(SlopeLine(free, slope), FixedLine(chord, intercept, upper.known))
         roles = {role: torch.searchsorted(index, where) for role, where in self.free.items()}
         return Living(index, RelaxedActivation(lines, (len(index),), roles, lean=True))
