@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 from exchange import cost, domains
+from runs import environment
 
 from parverify.bab.batches import BatchSize
 from parverify.bab.domains import Domains, Pool
@@ -147,7 +148,7 @@ def measure_instance(ranks: int, model: str, spec: str) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = [sys.executable, "-m", "parverify", "run", "-q", "--nproc", str(ranks), "--json", str(path)]
-        subprocess.run([*command, model, spec], check=False, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, model, spec], check=False, stdout=subprocess.DEVNULL, env=environment())
         report = json.loads(path.read_text())
     if report["verdict"] != "unsat":
         raise SystemExit(f"{ranks} ranks: {report['verdict']}: {report['reason']}")

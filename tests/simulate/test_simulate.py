@@ -67,10 +67,10 @@ def test_cores_for_all_ranks_change_nothing(ranks: int) -> None:
     assert simulate(scenario(2000), Machine(ranks, cores=ranks)) == simulate(scenario(2000), Machine(ranks))
 
 
-def test_ranks_that_share_cores_are_as_fast_as_the_cores() -> None:
+def test_ranks_that_share_cores_are_a_little_slower_than_the_cores() -> None:
     case = Scenario(Shape(20000, wide=False), replace(BATCHES, start=16, fixed=True))
     alone, shared, own = (simulate(case, Machine(ranks, cores=cores)) for ranks, cores in [(2, 2), (4, 2), (4, 4)])
-    assert shared.search == pytest.approx(alone.search, rel=0.05)
+    assert shared.search == pytest.approx(1.1 * alone.search, rel=0.05)
     assert own.search < 0.6 * shared.search
     split = simulate(case, Machine(4, nodes=2, cores=2))
     assert split.search == pytest.approx(own.search, rel=0.05)
