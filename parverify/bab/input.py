@@ -2,7 +2,9 @@
 
 Where few inputs vary, halving boxes is complete in the limit for every continuous network and needs no multipliers. A
 child inherits its parent's pre-activation boxes, so that neurons that were stable stay stable and only those still
-unstable get rows. The dimension to halve is the one whose width costs the bound most, |A_i| (u_i - l_i).
+unstable get rows. The dimension to halve is the one whose width costs the bound most, |A_i| (u_i - l_i). A flat row still
+pays for the width, by relaxations: coefficients count as at least a thousandth of the steepest, in units of the whole
+box, so that boxes become small in every dimension.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from parverify.verdict import Witness
 
 Confirm = Callable[[Tensor, Tensor], "Witness | None"]
 
+FLAT = 1e-3  # of the steepest coefficient, the least that one counts
 FEW = 64  # boxes up to which a batch is filled by halving several times: more would often be closed halved once
 INHERIT_LIMIT = 20_000  # pre-activations per domain up to which boxes are inherited
 
@@ -77,6 +80,22 @@ class InputSpace:
         for name, (depth, _) in self._weights.items():
             total += depth * worth_rows(self.graph, name, boxes[name]).flatten(1).sum(1)
         return total
+
+    def _score(self, A: Tensor, part: Tensor, region: BoxRegion) -> Tensor:
+        """(D, n_in) what the width of each dim costs.
+
+        Args:
+            A: (D, n_in) the row that is to be closed.
+            part: (D,) the disjuncts.
+            region: the boxes.
+        """
+        box = self.problem.box_of.to(part.device)[part]
+        whole = (self.problem.boxes.upper - self.problem.boxes.lower)[box]
+        width = region.upper - region.lower
+        steepest = (A.abs() * whole).amax(1, keepdim=True)
+        steepest = steepest.masked_fill(steepest == 0, 1.0)  # the row is a constant
+        share = width / whole.clamp(min=torch.finfo(whole.dtype).tiny)
+        return torch.maximum(A.abs() * width, FLAT * steepest * share)
 
     def pad(self, parts: Sequence[Domains]) -> Sequence[Domains]:
         """All columns have fixed widths."""
@@ -156,7 +175,7 @@ class InputSpace:
         excess = torch.maximum(excess, domains["lower"].to(device))  # a parent's bound holds too
         columns = {
             "lower": excess,
-            "score": A.abs() * (region.upper - region.lower),
+            "score": self._score(A, part, region),
             "cost": self._cost(found.boxes, excess),
         }
         for name in self._inherited:

@@ -15,6 +15,7 @@ from parverify.bab.batches import BatchSize
 from parverify.bab.domains import Domains, join
 from parverify.bab.driver import search
 from parverify.bab.input import InputSpace
+from parverify.bounds.region import BoxRegion
 from parverify.clock import Clock
 from parverify.errors import OutOfTimeError
 from parverify.frontend.query import Disjunct, Query
@@ -376,3 +377,28 @@ def test_the_best_row_of_a_conjunction_may_have_nothing_to_split() -> None:
     )
     assert state.finished
     assert not state.unresolved
+
+
+@pytest.mark.parametrize("slopes", [(1.0, 0.0), (0.0, -3.0), (1e-9, 1.0), (0.0, 0.0)])
+def test_boxes_become_small_in_every_dimension(slopes: tuple[float, float]) -> None:
+    """However flat the rows are: what relaxations cost follows from the width, too."""
+    space = input_space(hard("relu", 1))
+    domains = roots(space, [0])
+    whole = domains["high"] - domains["low"]
+    for _ in range(40):
+        region = BoxRegion(domains["low"], domains["high"])
+        A = torch.tensor([slopes], dtype=whole.dtype)
+        score = space._score(A, domains["part"], region)
+        domains = space._halve(domains.with_columns(score=score)).slice(0, 1)
+    share = (domains["high"] - domains["low"]) / whole
+    assert share.prod() == pytest.approx(2.0**-40, rel=1e-3)
+    assert 1e-4 < share[0, 0] / share[0, 1] < 1e4
+
+
+def test_boxes_that_are_flat_themselves_are_never_halved_there() -> None:
+    space = input_space(hard("relu", 1))
+    domains = roots(space, [0])
+    flat = domains.with_columns(high=torch.stack([domains["low"][:, 0], domains["high"][:, 1]], 1))
+    A = torch.ones(1, 2, dtype=flat["low"].dtype)
+    score = space._score(A, flat["part"], BoxRegion(flat["low"], flat["high"]))
+    assert score[0, 0] == 0 < score[0, 1]
