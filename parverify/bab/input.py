@@ -2,9 +2,9 @@
 
 Where few inputs vary, halving boxes is complete in the limit for every continuous network and needs no multipliers. A
 child inherits its parent's pre-activation boxes, so that neurons that were stable stay stable and only those still
-unstable get rows. The dimension to halve is the one whose width costs the bound most, |A_i| (u_i - l_i). A flat row still
-pays for the width, by relaxations: coefficients count as at least a thousandth of the steepest, in units of the whole
-box, so that boxes become small in every dimension.
+unstable get rows. The dimension to halve is the one whose width costs the bound most, |A_i| (u_i - l_i). A row that is
+flat still pays for the width, by relaxations: coefficients count as at least a thousandth of the steepest, in units of
+the whole box, so that boxes become small in every dimension.
 """
 
 from __future__ import annotations
