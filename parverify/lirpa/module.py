@@ -128,11 +128,11 @@ class _Engine:
         given = dict(call.arguments)
         try:
             request = understand(self.bounded, given, self._defaults, lirpa().module.PerturbationLpNorm)
-            changed = self._changes()
+            state, changed = self._changes()
             del given["self"]
             given["x"] = (input_of(self.bounded, given["x"]),)  # as it is now, for a backward pass that comes later
             self._set_input(given["x"])
-            divided = self._network(request, changed())
+            divided = self._network(request, state, changed())
         except UndividedError as reason:
             return self._theirs(str(reason), args, kwargs)
         if request.method == "alpha-crown":
@@ -159,25 +159,28 @@ class _Engine:
 
     # --- the network -----------------------------------------------------------------------------------------------
 
-    def _changes(self) -> Callable[[], bool]:
-        """Ask all ranks whether a weight has changed since the last call; what is returned waits for their answers."""
+    def _changes(self) -> tuple[tuple[Any, ...], Callable[[], bool]]:
+        """The state of the weights, and whether any rank's has changed since they were divided.
+
+        All ranks are asked; what is returned waits for their answers, so that other work can be done until then.
+        """
         state = self._fingerprint()
         mine = torch.tensor([state != self._state])
         everywhere = mine.new_empty(self._comm.size)
         pending = self._comm.all_gather(everywhere, mine)
-        self._state = state
 
         def answers() -> bool:
             pending.wait()
             return bool(everywhere.any())
 
-        return answers
+        return state, answers
 
-    def _network(self, request: Request, changed: bool) -> Divided:
+    def _network(self, request: Request, state: tuple[Any, ...], changed: bool) -> Divided:
         """The network as its weights are now, divided.
 
         Args:
             request: what is asked for.
+            state: of this rank's weights.
             changed: whether a weight has changed on any rank.
 
         Raises:
@@ -190,9 +193,7 @@ class _Engine:
                 self._divided = Divided(graph, self.bounded, self._strategy, self._comm, self._ulps)
             except ModelError as error:
                 self._refusal = str(error)
-            except BaseException:
-                self._state = None
-                raise
+            self._state = state
         if self._divided is None:
             raise UndividedError(self._refusal or "the network")
         if request.shape != self._divided.graph.input.shape[1:]:

@@ -172,6 +172,28 @@ def test_new_weights_are_seen(library: Lirpa) -> None:
     assert far(second, module.compute_bounds(x=(x,), method="CROWN")[0]) < 1e-5
 
 
+@pytest.mark.parametrize("broken", ["_set_input", "_network"])
+def test_new_weights_are_seen_after_a_call_that_failed(
+    library: Lirpa, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = shard(bounded("mlp")), around((3,))
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("once")
+
+    with torch.no_grad():
+        first = module.compute_bounds(x=(x,), method="CROWN")
+        for parameter in module.parameters():
+            parameter.data = parameter.data * 1.5
+        with monkeypatch.context() as patch:
+            patch.setattr(type(module._engine), broken, fails)
+            with pytest.raises(RuntimeError, match="once"):
+                module.compute_bounds(x=(x,), method="CROWN")
+        then = module.compute_bounds(x=(x,), method="CROWN")
+        expected = module.original.compute_bounds(x=(x,), method="CROWN")
+    assert far(then[0], expected[0]) < 1e-5 < far(then[0], first[0])
+
+
 def test_gradients_are_those_of_auto_lirpa(library: Lirpa) -> None:
     """Of bounds by weights, and by the input; for certified training."""
     module = bounded("mlp")
