@@ -5,7 +5,8 @@
 
 DIR holds published instances with `expected.csv` (benchmark, onnx, vnnlib, timeout_s, verdict, ...). Takes instances
 with both answers from the benchmarks named in `SOURCES`, runs each under every strategy and number of ranks, and
-compares the verdict with the expected one; `--groups N` divides the ranks into so many groups. `--repeat N` instead
+compares the verdict with the expected one; `--groups N` divides the ranks into so many groups, and only then do several
+ranks run under `single`, which is for groups of one. `--repeat N` instead
 runs the bundled example N times under each strategy with two ranks. Exits with status 1 if a verdict is missing or
 wrong, or a run did not end in time.
 """
@@ -62,7 +63,9 @@ def run(onnx: Path, vnnlib: Path, strategy: str, ranks: int, timeout: float, *, 
 def table(folder: Path, options: argparse.Namespace) -> bool:
     """Print verdicts and seconds by strategy and ranks; whether all are as expected."""
     good = True
-    modes = [(s, p) for s in options.strategies for p in options.ranks if s != "single" or p == 1]
+    modes = [(s, p) for s in options.strategies for p in options.ranks if s != "single" or p in (1, options.groups)]
+    if not modes:
+        raise SystemExit("nothing to run: `single` is for one rank, or for as many groups as ranks")
     print("| instance | expected | " + " | ".join(f"{s} {p}" for s, p in modes) + " |")
     print("| --- " * (len(modes) + 2) + "|")
     for onnx, vnnlib, expected in chosen(folder, options.instances):

@@ -234,9 +234,12 @@ class ActivationSpace:
     # --- branching -------------------------------------------------------------------------------------------------
 
     def split(self, domains: Domains, children: int) -> tuple[Domains, Domains]:
-        """Split every domain on its most promising neuron, or on several where there are few domains."""
-        depth = 1
-        while len(domains) * 2 ** (depth + 1) <= min(children, FEW):
+        """Split every domain on its most promising neuron, or on several where there are few domains.
+
+        A batch's steps must be able to follow its splits, two for each, or slopes and multipliers fall behind for good.
+        """
+        depth, most = 1, self.options.iterations // 2
+        while depth < most and len(domains) * 2 ** (depth + 1) <= min(children, FEW):
             depth += 1
         choice = Choice(**of_each(self.problem.executor, domains, lambda some: self._choose(some, depth)))
         stuck = choice.count == 0

@@ -75,7 +75,9 @@ def _let_read(nodes: list[Any], comm: Comm) -> None:
     """Put the ranks' parts of weights where those of one machine have them in common."""
     nodes = [node for node in nodes if not node.layout.rows and node.param.device.type == "cpu"]
     found = hold_together(comm, [node.param.detach() for node in nodes])
-    for node, both in zip(nodes, found or (), strict=False):
+    if found is None:
+        return
+    for node, both in zip(nodes, found, strict=True):
         node.param.data = both.part
         node.near = Near(both)
 

@@ -133,9 +133,9 @@ def _find(value: Tensor, bounded: Any, comm: Comm) -> Where | None:
             continue
         if (layout.comm.size, layout.comm.rank) != (comm.size, comm.rank):
             continue
-        whole = _common(node, layout)
-        if whole is not None and whole.dtype == value.dtype and torch.equal(whole, value):
-            return Common(whole)
+        common = _common(node, layout)
+        if common is not None and common.dtype == value.dtype and torch.equal(common, value):
+            return Common(common)
         shard = Shard.of(layout, node.param)
         if shard is not None and shard.holds(value):
             return shard

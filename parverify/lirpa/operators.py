@@ -204,9 +204,9 @@ class DividedParams:
 
         Gathered, a gradient reaches this rank's part.
         """
-        lends = self.near is not None and not torch.is_grad_enabled() and not _GATHERED.get()
-        whole = self.near.whole(self.param, self.layout.shape) if lends and self.near is not None else None
-        if not lends or self.layout.comm.all_max(int(whole is None)) or whole is None:
+        near = None if torch.is_grad_enabled() or _GATHERED.get() else self.near  # alike on all ranks
+        whole = None if near is None else near.whole(self.param, self.layout.shape)
+        if near is None or self.layout.comm.all_max(int(whole is None)) or whole is None:
             yield _Whole.apply(self.param, self.layout), False
             return
         try:

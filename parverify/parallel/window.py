@@ -85,7 +85,7 @@ class _File:
                 os.ftruncate(self.descriptor, self.length)
                 self._memory = mmap.mmap(self.descriptor, self.length)
         except BaseException:
-            self.close()
+            os.close(self.descriptor)
             raise
 
     def keep(self, key: Key, tensor: Tensor) -> Tensor:
@@ -99,10 +99,6 @@ class _File:
         place = self.places[key]
         os.posix_fallocate(self.descriptor, place.offset, tensor.nbytes)  # fails here, not when a page is written
         return place.of(self._memory).copy_(tensor)
-
-    def close(self) -> None:
-        """Nobody can open the file any more; those who did keep it."""
-        os.close(self.descriptor)
 
 
 def open_window(comm: Comm, tensors: dict[Key, Tensor]) -> dict[Key, Tensor] | None:
@@ -139,13 +135,17 @@ def open_window(comm: Comm, tensors: dict[Key, Tensor]) -> dict[Key, Tensor] | N
                 found |= tensors if rank == comm.rank else other.map()  # type: ignore[arg-type]
         except (OSError, ValueError) as error:  # the latter from mmap, for a file that is shorter than it should be
             reason = str(error)
-    failed = comm.all_max(int(bool(reason)))  # after it nobody opens anything any more
-    if file is not None:
-        file.close()
+    return found if _succeeded(comm, reason, None if file is None else file.descriptor) else None
+
+
+def _succeeded(comm: Comm, reason: str, descriptor: int | None) -> bool:
+    """Whether no rank has a reason to send weights instead; this rank's file is closed, as nobody opens it any more."""
+    failed = comm.all_max(int(bool(reason)))
+    if descriptor is not None:
+        os.close(descriptor)
     if failed:
         _LOG.info("weights are sent from rank to rank: %s", reason or "another rank can't read those of all others")
-        return None
-    return found
+    return not failed
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def hold_together(comm: Comm, parts: Sequence[Tensor]) -> list[Together] | None:
             reason = str(error)
     first = pickle.loads(comm.broadcast_bytes(pickle.dumps((machine, path)) if comm.rank == 0 else None, 0))
     try:
-        if first != (machine, first[1]):
+        if first[0] != machine:
             reason = "they are on different machines"
         elif first[1] and length:
             found = _parts_in(first[1], length, offsets, parts, comm)
@@ -196,15 +196,7 @@ def hold_together(comm: Comm, parts: Sequence[Tensor]) -> list[Together] | None:
             reason = reason or "rank 0 has no file to show"
     except (OSError, ValueError) as error:
         reason = str(error)
-    failed = comm.all_max(int(bool(reason)))  # after it every part lies there
-    if file is not None:
-        os.close(file)
-    if failed:
-        _LOG.info(
-            "parts of weights are sent from rank to rank: %s", reason or "another rank can't read those of others"
-        )
-        return None
-    return found
+    return found if _succeeded(comm, reason, file) else None
 
 
 def _parts_in(path: str, length: int, offsets: Sequence[int], parts: Sequence[Tensor], comm: Comm) -> list[Together]:

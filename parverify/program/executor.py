@@ -107,10 +107,10 @@ class Executor:
 
     @functools.cache  # noqa: B019
     def takes_some(self, name: str) -> bool:
-        """Whether rows that arrive on a node may have coefficients on some of its scalars alone."""
+        """Whether rows that arrive on a node could have coefficients on some of its scalars alone."""
         node = self.graph[name]
         readers = sum(name in other.inputs for other in self.graph.nodes)
-        if not self.skips or self.live or readers != 1 or node.op not in WEIGHTED or name in self.placement.channels:
+        if self.live or readers != 1 or node.op not in WEIGHTED or name in self.placement.channels:
             return False
         return takes_some(node, self.placement.lowerings[name].push)
 

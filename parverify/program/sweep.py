@@ -225,7 +225,7 @@ class Sweep:
     ) -> Living | None:
         """The neurons that rows need to be pushed through, where that saves time; None for all of them."""
         (name, *others), rows = node.inputs, A.shape[0]
-        if others or not self._executor.takes_some(name) or name in splits or A.is_meta:
+        if not self._executor.skips or others or name in splits or A.is_meta or not self._executor.takes_some(name):
             return None
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (A, *(alpha or {}).values()))
         living = None if recorded or not isinstance(relaxed, RelaxedActivation) else relaxed.living

@@ -151,6 +151,7 @@ class Simulation:
         domains = [heapq.heappop(mine.pool) for _ in range(count)]
         children, still = self._splitter.split(domains, mine.size.size)
         factor = batches.factors[int(self._random.random() * len(batches.factors))]
+        self._running[self._machine.node(rank)] += 1
         seconds = (batches.base + batches.each * children) * factor * self._crowded(rank)
         mine.busy += seconds
         self._bounded += children
@@ -249,11 +250,9 @@ class Simulation:
             self._next_ask(peer, now + self._way(rank, peer), place + 1)
 
     def _crowded(self, rank: int) -> float:
-        """How many times longer one more batch on this rank's machine takes, by what runs there as it begins."""
+        """How many times longer a batch takes, by what else runs on this rank's machine as it begins."""
         machine = self._machine
-        node = machine.node(rank)
-        self._running[node] += 1
-        share = 1.0 if machine.cores is None else self._running[node] / machine.cores
+        share = self._running[machine.node(rank)] / (machine.cores or machine.ranks)
         return 1.0 if share <= 1 else share * _SWITCHING
 
     # --- the way ------------------------------------------------------------------------------------------------------

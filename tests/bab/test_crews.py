@@ -22,7 +22,7 @@ from parverify.verdict import Witness
 from tests.bab.searches import OPTIONS, hard
 from tests.distributed.ranks import on_ranks
 
-QUICK = {**OPTIONS, "alpha__iterations": 2}  # the search is wanted, not what comes before it
+QUICK = {**OPTIONS, "alpha__iterations": 2, "beta__iterations": 2}  # the search is wanted, not what comes before it
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def test_boxes_are_rounded_outward() -> None:
 
 @pytest.mark.parametrize("name", ["relu", "tanh", "residual"])
 def test_siblings_differ_in_signs_only(name: str) -> None:
-    space = activation_space(hard(name, 5))
+    space = activation_space(hard(name, 5), iterations=6)
     parent = roots(space, [0])
     for children, depth in ((2, 1), (8, 3)):
         made, _ = space.split(parent, children)
@@ -329,7 +329,7 @@ def test_siblings_differ_in_signs_only(name: str) -> None:
 
 
 def test_clipped_boxes_are_cut_at_their_points() -> None:
-    space = activation_space(hard("tanh", 6))
+    space = activation_space(hard("tanh", 6), iterations=6)
     made, _ = space.split(roots(space, [0]), 8)
     boxes = space.clipped(made)
     for d in range(len(made)):
@@ -402,3 +402,12 @@ def test_boxes_that_are_flat_themselves_are_never_halved_there() -> None:
     A = torch.ones(1, 2, dtype=flat["low"].dtype)
     score = space._score(A, flat["part"], BoxRegion(flat["low"], flat["high"]))
     assert score[0, 0] == 0 < score[0, 1]
+
+
+@pytest.mark.parametrize(("iterations", "levels"), [(1, 1), (2, 1), (4, 2), (7, 3), (30, 5)])
+def test_a_batch_has_no_more_splits_than_its_steps_can_follow(iterations: int, levels: int) -> None:
+    space = activation_space(hard("relu", 1), iterations=iterations)
+    made, stuck = space.split(roots(space, [0]), 64)
+    assert not len(stuck)
+    assert len(made) == 2**levels
+    assert set(made["depth"].tolist()) == {levels}

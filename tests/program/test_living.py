@@ -148,14 +148,12 @@ def test_rows_with_a_split_or_a_gradient_or_another_reader_stay_whole(pushed: li
         swept = []
         for skips in (True, False):
             executor.skips = skips
-            executor.takes_some.cache_clear()  # type: ignore[attr-defined]
             pushed.clear()
             with torch.no_grad():
                 swept.append(executor.sweep(graph.output, output, found.relaxed, region, splits={name: split}).lower)
             assert [some for some, _ in pushed] == (whole if skips else [])
         torch.testing.assert_close(*swept, rtol=1e-12, atol=1e-12)
     executor.skips = True
-    executor.takes_some.cache_clear()  # type: ignore[attr-defined]
     alphas = {name: relaxed.start(None, 4) for name, relaxed in found.relaxed.items()}
     pushed.clear()
     for given in (False, True):
